@@ -1,4 +1,4 @@
-"""Tries to attach a tiny random model of every causal-LM type of transformers.
+"""Tries to attach a tiny random model of every causal-LM and image-text type of transformers.
 
     python bench/admission.py                          # one line a type, then one JSON object
     python bench/admission.py --types llama llama4     # only these
@@ -22,8 +22,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
+import specdec
 from specdec.core.errors import AttachError
 from specdec.reach.targets.hf import HFTarget
 
@@ -93,6 +97,7 @@ OWN: dict[str, dict[str, Any]] = {  # what a type's config wants beside sizes, t
 }
 LIMITS = {
     "moshi": "transformers gives another text with its cache than without; the engine gives the latter",
+    "qwen3_vl_moe": "transformers gives another text with its cache than without; the engine gives the latter",
     "llama4_text": "transformers gives another text with left padding than without; the engine gives the latter",
 }
 PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder", "llm_config")
@@ -115,13 +120,21 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     verdicts = []
-    for model_type in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        verdicts.append(examine(model_type))
-        print(*verdicts[-1], sep="  ", flush=True)
+    types = args.types or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
+    images = []
+    for model_type in sorted(set(types)):
+        if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            verdicts.append(examine(model_type))
+            print(*verdicts[-1], sep="  ", flush=True)
+        if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            images.append(examine_images(model_type))
+            print(*images[-1], sep="  ", flush=True)
     if args.table is not None:
-        args.table.write_text(page(verdicts), encoding="utf-8")
-    counts = Counter(v.outcome for v in verdicts)
-    print(json.dumps({"transformers": transformers.__version__, "types": len(verdicts), **counts}))
+        args.table.write_text(page(verdicts) + image_page(images), encoding="utf-8")
+    counts = [Counter(v.outcome for v in some) for some in (verdicts, images)]
+    print(
+        json.dumps({"transformers": transformers.__version__, "types": len(verdicts), **counts[0], "images": counts[1]})
+    )
 
 
 def examine(model_type: str) -> Verdict:
@@ -137,6 +150,32 @@ def examine(model_type: str) -> Verdict:
     return Verdict(model_type, "admitted", _limit_of(model))
 
 
+def examine_images(model_type: str) -> Verdict:
+    """Build a tiny model of an image-text type, try to admit it, and compare its text of a prompt with an image."""
+    from tests.image_models import greedy, image_model, image_prompt
+
+    try:
+        model = image_model(model_type)
+    except Exception as error:
+        return Verdict(model_type, "not built", _first_line(error))
+    try:
+        engine = specdec.attach(model, max_batch=2, max_seq_len=256, algo="lookup", num_steps=3)
+    except AttachError as error:
+        return Verdict(model_type, "refused", "; ".join(map(_first_line, error.reasons)))
+    with engine:
+        try:
+            prompt = image_prompt(model, 0)
+            expected = greedy(model, prompt)
+        except Exception:  # its images come in a form of their own
+            return Verdict(model_type, "admitted", "")
+        try:
+            tokens = engine.generate(prompt, max_new_tokens=8, ignore_eos=True, do_sample=False).tokens
+        except ValueError as error:
+            return Verdict(model_type, "admitted", f"of images: {_first_line(error)}")
+    outcome = "reads images" if tokens == expected else "admitted" if model_type in LIMITS else "another text"
+    return Verdict(model_type, outcome, LIMITS.get(model_type, ""))
+
+
 def _limit_of(model: PreTrainedModel) -> str:
     """Return what a user must know of an admitted model's `generate`; empty if there is nothing."""
     if getattr(model.generation_config, "forced_eos_token_id", None) is not None:
@@ -150,14 +189,19 @@ def tiny(model_type: str) -> PreTrainedModel:
     config = small(kind)
     torch.manual_seed(0)
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    if size > MOST_PARAMETERS:
-        raise ValueError(f"its smallest config has {size} parameters")
+        check_size(AutoModelForCausalLM.from_config(config))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(small(kind), dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data.normal_(0, 0.6 / parameter.shape[-1] ** 0.5)
     return model.eval()
+
+
+def check_size(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that is too large to be tried."""
+    size = sum(p.numel() for p in model.parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"its smallest config has {size} parameters")
 
 
 def small(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
@@ -184,6 +228,27 @@ def _first_line(error: object) -> str:
 def page(verdicts: list[Verdict]) -> str:
     """Return the page with counts and a row for each type."""
     return "\n".join(_lines(verdicts)) + "\n"
+
+
+def image_page(verdicts: list[Verdict]) -> str:
+    """Return the part of the page that image-text types have."""
+    counts = Counter(v.outcome for v in verdicts)
+    summary = (
+        f"Of the {len(verdicts)} image-text types, {len(verdicts) - counts['refused'] - counts['not built']} attach, "
+        f"{counts['refused']} are refused, and {counts['not built']} could not be built. Of those that attach, "
+        f"{counts['reads images']} were given a prompt with an image: with a draft their text is that of `generate`. "
+        "Images of the others come in other forms, or are refused by name when a prompt has some."
+    )
+    lines = ["", "## Image-text types", *textwrap.wrap(summary, 120)]
+    titles = (("reads images", "### Read images"), ("admitted", "### Attach"), ("another text", "### Differ"))
+    for outcome, title in titles:
+        names = ", ".join(v.model_type for v in verdicts if v.outcome == outcome)
+        lines += ["", title, *textwrap.wrap(names, 120, break_on_hyphens=False)] if names else []
+    notes = ("reads images", "admitted"), ("refused",), ("not built",)
+    for outcomes, title in zip(notes, ("### With notes", "### Refused", "### Not built"), strict=True):
+        rows = list(_by_reason(v for v in verdicts if v.outcome in outcomes and v.why))
+        lines += ["", title, "| types | why |", "|---|---|", *rows] if rows else []
+    return "\n".join(lines) + "\n"
 
 
 def _lines(verdicts: list[Verdict]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Tiny random image-text models of transformers, and prompts with random images for them."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -7,14 +8,14 @@ import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
-from bench.admission import small
+from bench.admission import check_size, small
 from tests.tiny_models import random_weights
 
 IMAGE = 150  # the id of an image's placeholders
-MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")  # images have a grid, tokens several positions
 TILED = ("llava_next", "llava_onevision")
 PLAIN = ("smolvlm", "idefics3", "llava", "internvl", "mistral3", "aya_vision", "gemma3", "lfm2_vl", "ovis2")
-FAMILIES = (*MROPE, *TILED, *PLAIN)
+FAMILIES = (*GRIDS, *TILED, *PLAIN)
 IDS = {
     **dict.fromkeys(("image_token_id", "image_token_index"), IMAGE),
     **{"video_token_id": 151, "audio_token_id": 154},
@@ -25,7 +26,7 @@ VISION: dict[str, Any] = {
     **{"out_hidden_size": 64, "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "patch_size": 8},
     **{"num_position_embeddings": 64, "num_patches": 16, "projection_dim": 64, "image_size": 32},
 }
-SECTIONS = {"qwen3_5": [1, 1, 0]}  # of mrope, where it rotates a quarter of a head
+SECTIONS = {0.25: [1, 1, 0], 0.5: [1, 1, 2], 1.0: [2, 3, 3]}  # of mrope, by the share of a head that is rotated
 
 
 def image_model(kind: str) -> tf.PreTrainedModel:
@@ -34,7 +35,7 @@ def image_model(kind: str) -> tf.PreTrainedModel:
     for name, value in IDS.items():
         if hasattr(config, name):
             setattr(config, name, value)
-    vision, text = config.vision_config, config.get_text_config()
+    vision, text = getattr(config, "vision_config", None), config.get_text_config()
     for name, value in VISION.items():
         if hasattr(vision, name):
             old = getattr(vision, name)
@@ -45,8 +46,12 @@ def image_model(kind: str) -> tf.PreTrainedModel:
             )
     if hasattr(config, "scale_factor"):
         config.scale_factor = 2
-    if kind in MROPE:
-        text.rope_parameters = {**text.rope_parameters, "mrope_section": SECTIONS.get(kind, [2, 3, 3])}
+    with torch.device("meta"):
+        model = tf.AutoModelForImageTextToText.from_config(config)
+    check_size(model)
+    if takes(model, "image_grid_thw"):
+        rope = text.rope_parameters
+        text.rope_parameters = {**rope, "mrope_section": SECTIONS[rope.get("partial_rotary_factor", 1.0)]}
     if kind == "gemma3":
         config.mm_tokens_per_image, text.sliding_window = 4, 8
         text.layer_types = ["sliding_attention", "full_attention"] * 2
@@ -67,8 +72,9 @@ def image_prompt(model: tf.PreTrainedModel, seed: int, lead: int = 2, tail: int 
     random, config = torch.Generator().manual_seed(seed), model.config
     vision, kind = config.vision_config, config.model_type
     more: dict[str, torch.Tensor] = {}
-    if kind in MROPE:
-        h, w, merge, channels = 4, 6, vision.spatial_merge_size, vision.in_channels
+    if takes(model, "image_grid_thw"):
+        h, w, merge = 4, 6, vision.spatial_merge_size
+        channels = getattr(vision, "in_channels", None) or vision.num_channels
         pixels = torch.randn(h * w, channels * vision.temporal_patch_size * vision.patch_size**2, generator=random)
         num, more = h * w // merge**2, {"image_grid_thw": torch.tensor([[1, h, w]])}
     else:
@@ -94,13 +100,20 @@ def image_prompt(model: tf.PreTrainedModel, seed: int, lead: int = 2, tail: int 
             features = model.model.get_image_features(pixel_values=pixels, **more).pooler_output
         features = torch.cat([f.reshape(-1, f.shape[-1]) for f in features])
         num = features.shape[0]
-    ids = torch.tensor([[*range(5, 5 + lead), *[152] * (kind in MROPE), *[IMAGE] * num, *range(20, 20 + tail)]])
+    ids = torch.tensor(
+        [[*range(5, 5 + lead), *[152] * takes(model, "image_grid_thw"), *[IMAGE] * num, *range(20, 20 + tail)]]
+    )
     types = (ids == IMAGE).long()
-    more |= {"mm_token_type_ids": types} if kind in MROPE else {"token_type_ids": types} if kind == "gemma3" else {}
+    more |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if takes(model, name)}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, **more}
 
 
-def greedy(model: tf.PreTrainedModel, inputs: dict[str, torch.Tensor], num: int = 12) -> list[list[int]]:
+def takes(model: tf.PreTrainedModel, name: str) -> bool:
+    """Return whether the model's forward has an argument of that name."""
+    return name in inspect.signature(model.forward).parameters
+
+
+def greedy(model: tf.PreTrainedModel, inputs: dict[str, torch.Tensor], num: int = 8) -> list[list[int]]:
     """Return what the model's own generate writes, by row."""
     length = inputs["input_ids"].shape[1]
     with torch.no_grad():

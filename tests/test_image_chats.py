@@ -14,6 +14,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.llava.processing_llava import LlavaProcessor
 
 import specdec
+from specdec.reach.targets.pretrained import load_pretrained, read_processor
 from specdec.tools.serve import images as limits
 from tests.image_models import IMAGE, greedy, image_model
 from tests.test_serve import serving
@@ -72,7 +73,7 @@ def test_chats_with_images_are_those_of_the_processor(model, processor):
     chats = [chat({"type": "image", "image": first}), chat(), chat({"type": "image", "image": second}, text="w20")]
     url = chat({"type": "image_url", "image_url": {"url": data_url(first)}})
     expected = expected_of(model, processor, *chats)
-    options = {"max_new_tokens": 12, "ignore_eos": True, "do_sample": False}
+    options = {"max_new_tokens": 8, "ignore_eos": True, "do_sample": False}
     with specdec.attach(model, tokenizer=processor, **ON) as engine:
         out = engine.generate([*chats, url], **options)
         assert out.tokens == [*expected, expected[0]] and out.texts[1] == processor.tokenizer.decode(expected[1])
@@ -88,6 +89,17 @@ def test_chats_with_images_are_those_of_the_processor(model, processor):
         engine.generate(chats[0])
 
 
+def test_folders_are_loaded_with_their_processor(model, processor, tmp_path):
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loaded, tokenizer = load_pretrained(tmp_path)
+    assert type(loaded) is type(model) and tokenizer.image_token == "<image>"
+    assert type(read_processor(tmp_path)) is LlavaProcessor
+    (tmp_path / "processor_config.json").write_text("[]")
+    with pytest.warns(UserWarning, match="images are not read: its processor cannot be loaded"):
+        assert read_processor(tmp_path) is None
+
+
 def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch):
     def part(url):
         return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
@@ -95,7 +107,7 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch):
     image = picture(2)
     (expected,) = expected_of(model, processor, chat({"type": "image", "image": image}))
     text = processor.tokenizer.decode(expected)
-    body = {"max_tokens": 12, "ignore_eos": True}
+    body = {"max_tokens": 8, "ignore_eos": True}
     monkeypatch.setattr(limits, "MOST_PIXELS", 10_000)
     with specdec.attach(model, tokenizer=processor, **ON) as engine, serving(engine) as served:
         answer = served.post({**body, "messages": chat(part(data_url(image))), "n": 2}).json()
@@ -103,7 +115,7 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch):
         plain = served.post({**body, "messages": [{"role": "user", "content": "w7 w8"}]}).json()
         assert (
             plain["choices"][0]["message"]["content"]
-            == engine.generate(chat(), max_new_tokens=12, ignore_eos=True).texts[0]
+            == engine.generate(chat(), max_new_tokens=8, ignore_eos=True).texts[0]
         )
         for images, told in (
             ([part("https://host/cat.png")], "'url': 'https://host/cat.png'}: this server fetches nothing"),

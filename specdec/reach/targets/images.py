@@ -104,7 +104,9 @@ class Images:
             elif isinstance(value, np.ndarray):
                 given[name] = value = torch.from_numpy(value)
             if isinstance(value, torch.Tensor):
-                given[name] = value.to(device, dtype if value.is_floating_point() else None)
+                given[name] = value.to(
+                    device, dtype if name.startswith("pixel") and value.is_floating_point() else None
+                )
             elif isinstance(value, list | tuple):
                 raise ValueError(
                     f"{name}={shown(value)}: expected a tensor; call the processor with return_tensors='pt'"
@@ -124,7 +126,7 @@ class Images:
             except _Caught:
                 return caught
             except (TypeError, IndexError, RuntimeError, AttributeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
                     raise
                 names = ", ".join(sorted(given))
                 raise ValueError(f"{names}: {self._name} refuses them: {error}") from error
