@@ -3,8 +3,9 @@
 Rows are plain steps and rounds of S=3 with imposed acceptance, through `generate`: ms of a launch without the first
 token, the median of three calls. bf16; FP8 blocks in transformers' own modules, whose kernel from the Hub arithmetic in
 torch stands in for; int4 groups of 128 in modules with gptqmodel's tensors, of which `own` rows run their own forward,
-which is in torch. First, kernels are compared with their twins on a layer's shapes, rows alone with rows together, and
-with `--tiles` each product is timed with several tiles. The last line is one JSON object.
+which is in torch; MXFP4 experts of GPT-OSS-20B's shape in transformers' modules. First, kernels are compared with their
+twins on a layer's shapes, rows alone with rows together, and timed; with `--tiles` each product by several tiles. The
+last line is one JSON object.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch
 
 from specdec import attach
 from specdec.api import Engine
+from specdec.backends.experts.quantised import grouped_mxfp4, grouped_mxfp4_twin, pack_mxfp4
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.launch.ahead import compiling_ahead
 from specdec.backends.triton.linear import fp8 as fp8_kernels
@@ -31,12 +33,13 @@ from specdec.tools.measure.shapes import acceptance_rates, make_head, make_targe
 from tests import quantised_models
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FLOORS = {"bf16": 3.54, "fp8": 1.89, "int4": 1.10, "nf4": 1.12}  # ms: bytes of weights over 4.24 TB/s
+FLOORS = {"bf16": 3.54, "fp8": 1.89, "int4": 1.10, "nf4": 1.12, "mxfp4": 0.87}  # ms: bytes of weights over 4.24 TB/s
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "3:1:4": {"num_steps": 3, "synthetic_acceptance": acceptance_rates(3)},
 }
 MAKE = {"fp8": quantised_models.fp8, "int4": quantised_models.gptq}
+GPT_OSS = "gpt-oss-20b"
 PRODUCTS = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336))}
 PRODUCTS |= {"down": (14336, (4096,))}
 CYCLED = 200 << 20  # bytes of copies that a product is timed on in turn: more than a cache holds
@@ -52,6 +55,9 @@ def main() -> None:
     for row in products(args.tiles) if DEVICE == "cuda" else ():
         print(row, flush=True)
         rows.append(row)
+    for row in experts() if "mxfp4" in args.forms else ():
+        print(row, flush=True)
+        rows.append(row)
     with quantised_models.without_the_hub():
         for form in filter(None, args.forms.split(",")):
             for row in timed(args, form):
@@ -64,15 +70,18 @@ def main() -> None:
 
 def timed(args: argparse.Namespace, form: str) -> Iterator[dict[str, Any]]:
     """Yield a row for every draft and batch of a form, and for plain steps by its modules' own forward."""
-    model = make_target(args.shape, DEVICE)
-    if form in MAKE:
+    shape = GPT_OSS if form == "mxfp4" else args.shape
+    model = make_target(shape, DEVICE)
+    if form == "mxfp4":
+        quantised_models.mxfp4(model)
+    elif form in MAKE:
         quantised_models.quantised(model, MAKE[form])
     gc.collect()
     prompts = torch.randint(5, model.config.vocab_size - 5, (32, args.tokens)).tolist()
     own = "specdec.reach.targets.adapters.quantised.has_kernels"
     ways = [("ours", draft) for draft in DRAFTS] + [("own", "plain")] * (form == "int4")
     for how, draft in ways:
-        head = make_head(args.shape, model) if DRAFTS[draft] else None
+        head = make_head(shape, model) if DRAFTS[draft] else None
         limits = {"max_batch": 32, "max_seq_len": args.tokens + args.new_tokens + 64, "graph_sampling": "greedy"}
         start = time.perf_counter()
         with patch(own, lambda like, how=how: how == "ours" and like.is_cuda):
@@ -109,6 +118,24 @@ def weights(form: str, K: int, sizes: tuple[int, ...]) -> tuple[list[torch.Tenso
     words = [torch.randint(-(2**31), 2**31, (K // 128, N, 16), device=DEVICE).int() for N in sizes]
     scales = [torch.rand(N, K // 128, device=DEVICE).bfloat16() * 0.01 for N in sizes]
     return words, [packed.pack(torch.zeros(N, K, device=DEVICE), s)[1] for N, s in zip(sizes, scales, strict=True)]
+
+
+def experts() -> Iterator[dict[str, Any]]:
+    """Yield how far products with experts in MXFP4 are from their twin, of GPT-OSS-20B's sizes, and their times."""
+    blocks = torch.randint(0, 256, (32, 5760, 1440), dtype=torch.uint8, device=DEVICE)
+    scales = torch.randint(118, 122, (32, 5760, 90), dtype=torch.uint8, device=DEVICE)
+    packs = [pack_mxfp4(*of_one) for of_one in zip(blocks, scales, strict=True)]
+    words, exponents = (torch.stack(parts) for parts in zip(*packs, strict=True))
+    bias = torch.randn(32, 5760, device=DEVICE)
+    x, ids = torch.randn(600, 2880, device=DEVICE).bfloat16(), torch.rand(600, 32, device=DEVICE).argsort(1)[:, :4]
+    theirs = grouped_mxfp4_twin(x, ids, words, exponents, bias, "swigluoai").float()
+    for num_tokens in (1, 4, 8, 32, 128, 600):
+        given = (x[:num_tokens], ids[:num_tokens], words, exponents, bias, "swigluoai")
+        ours, own = grouped_mxfp4(*given), theirs[: 4 * num_tokens]
+        off = round(float((ours.float() - own).norm() / own.norm()), 6)
+        same = ours.equal(grouped_mxfp4(x, ids, *given[2:])[: 4 * num_tokens])
+        us = in_a_graph([lambda given=given: grouped_mxfp4(*given)] * 8) if DEVICE == "cuda" else None
+        yield {"what": "experts", "tokens": num_tokens, "off": off, "same_bits": same, "us": us}
 
 
 def product(form: str, x: torch.Tensor, made: Any, activation: str) -> Any:
@@ -181,17 +208,21 @@ def candidates(module: Any, num_rows: int, is_gated: bool) -> list[Any]:
 
 def microseconds(module: Any, tile: Any, calls: list[Any]) -> float | None:
     """Return the time of a call in a graph of all of them; None where a tile does not fit."""
-    graph = torch.cuda.CUDAGraph()
     try:
         with patch.object(module, "choose_tile", lambda *_: tile):
-            calls[0]()
-            with torch.cuda.graph(graph):
-                for call in calls:
-                    call()
+            return in_a_graph(calls)
     except Exception as error:
         print(f"  {type(error).__name__}: {str(error)[:100]}", flush=True)
         return None
-    times = []
+
+
+def in_a_graph(calls: list[Any]) -> float:
+    """Return the microseconds of one of `calls`, captured together."""
+    graph, times = torch.cuda.CUDAGraph(), []
+    calls[0]()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -206,7 +237,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
-    parser.add_argument("--forms", default="bf16,fp8,int4")
+    parser.add_argument("--forms", default="bf16,fp8,int4,mxfp4")
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=65)
     parser.add_argument("--tiles", action="store_true", help="time products with several tiles, too")

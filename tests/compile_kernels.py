@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from specdec.backends.triton.attention import tiling
 from specdec.backends.triton.experts import products as experts
+from specdec.backends.triton.experts import quantised as of_experts
 from specdec.backends.triton.linear import fp8, packed, tiles
 from specdec.backends.triton.recurrent import chunks
 
@@ -91,6 +92,7 @@ def compile_all(capability: int) -> list[str]:
     products_and_norms()
     adapters()
     quantised()
+    quantised_experts()
     choices_of_routers()
     recurrent_layers()
     flashinfer_tables()
@@ -144,6 +146,19 @@ def quantised() -> None:
     for num_rows, K, dtype in ((1, 4096, torch.bfloat16), (20, 384, torch.float16), (64, 4096, torch.bfloat16)):
         compile_quantised(num_rows, K, dtype)
     compile_quantised(500, 384, torch.bfloat16)
+
+
+def quantised_experts() -> None:
+    """Few rows of experts in MXFP4 and in FP8, more, and many."""
+    for num_tokens, activation in ((1, "swigluoai"), (50, ""), (300, "swigluoai")):
+        x, ids = torch.zeros(num_tokens, 160, dtype=torch.bfloat16), torch.zeros(num_tokens, 4, dtype=torch.int64)
+        words, exponents = (torch.zeros(16, 2, 96, *rest, dtype=torch.int32) for rest in ((16,), ()))
+        of_experts.grouped(x, None, ids, words, exponents, torch.zeros(16, 96), x.dtype, activation)
+        if driver.active.get_current_target().arch >= 89:
+            x, row_scales = torch.zeros(num_tokens, 384, dtype=torch.float8_e4m3fn), torch.zeros(num_tokens, 3)
+            weight, scales = torch.zeros(16, 160, 384, dtype=x.dtype), torch.zeros(16, 2, 3)
+            gate = "silu" if activation else ""
+            of_experts.grouped(x, row_scales, ids, weight, scales, None, torch.bfloat16, gate)
 
 
 def compile_quantised(num_rows: int, K: int, dtype: torch.dtype) -> None:

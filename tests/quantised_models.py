@@ -6,16 +6,25 @@ FP8 modules multiply by a kernel from the Hub, which `without_the_hub` replaces 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.integrations import finegrained_fp8
-from transformers.integrations.finegrained_fp8 import FineGrainedFP8, FP8Linear
+from transformers.integrations import mxfp4 as mxfp4_module
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FineGrainedFP8, FP8Experts, FP8Linear
+from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_packed_tensors, mlp_forward
 
+from specdec.backends.experts.quantised import grouped_fp8_twin
+from specdec.backends.gates import swigluoai
 from specdec.backends.linear.fp8 import fp8_linear_twin, quantise_twin
 
+EXPERTS_IN_FP8 = use_experts_implementation(  # as transformers makes it of a model that it loads
+    type("FP8Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS
+)
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight neighbours, from the lowest bits of a word on
 SHIFTS = range(0, 32, 4)
 
@@ -25,14 +34,25 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, *args: A
     return fp8_linear_twin(*quantise_twin(x), [weight], [scales], [], x.dtype)
 
 
+def grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    """Products of rows that lie in the order of their experts, those of expert e up to offsets[e]."""
+    ids = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
+    return grouped_fp8_twin(*quantise_twin(x), ids.unsqueeze(1), weight, scales, x.dtype)
+
+
 @contextmanager
 def without_the_hub() -> Iterator[None]:
-    """Let FP8 modules multiply by `matmul` within the context."""
-    before, finegrained_fp8._FINEGRAINED_FP8 = finegrained_fp8._FINEGRAINED_FP8, FineGrainedFP8(matmul, matmul, matmul)
+    """Let modules in FP8 and MXFP4 multiply by functions in torch within the context."""
+    before = finegrained_fp8._FINEGRAINED_FP8
+    finegrained_fp8._FINEGRAINED_FP8 = FineGrainedFP8(matmul, matmul, grouped_matmul)
+    mxfp4_module.triton_kernels_hub = HUB
     try:
         yield
     finally:
         finegrained_fp8._FINEGRAINED_FP8 = before
+        del mxfp4_module.triton_kernels_hub
 
 
 @torch.no_grad()
@@ -102,6 +122,79 @@ def gptq(linear: nn.Linear, group: int = 128) -> nn.Module:
 def awq(linear: nn.Linear, group: int = 128) -> nn.Module:
     """Return `linear` in AWQ's layout."""
     return BaseQuantLinear(linear, group, is_awq=True)
+
+
+@torch.no_grad()
+def fp8_experts(model: Any) -> Any:
+    """Put the experts of `model` into transformers' FP8 modules, in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            layer = EXPERTS_IN_FP8(module.config, (128, 128)).to(module.gate_up_proj.device)
+            for which in ("gate_up_proj", "down_proj"):
+                parts = [fp8(_linear(weight)) for weight in getattr(module, which)]
+                for suffix, own in (("", "weight"), ("_scale_inv", "weight_scale_inv")):
+                    stacked = torch.stack([getattr(part, own) for part in parts])
+                    setattr(layer, which + suffix, nn.Parameter(stacked, requires_grad=False))
+            model.set_submodule(name, layer)
+    return model.eval()
+
+
+def _linear(weight: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _wrapped(data: torch.Tensor) -> Any:
+    """A tensor as the Hub's kernels wrap it, not swizzled."""
+    return SimpleNamespace(storage=SimpleNamespace(data=data, layout=SimpleNamespace(unswizzle_data=lambda data: data)))
+
+
+@torch.no_grad()
+def mxfp4(model: Any) -> Any:
+    """Put random experts in transformers' MXFP4 modules in place of those of `model`, a GPT-OSS."""
+    for name, mlp in list(model.named_modules()):
+        if type(mlp).__name__ == "GptOssMLP":
+            with torch.device(mlp.router.weight.device):
+                experts = Mxfp4GptOssExperts(model.config)
+                for which in ("gate_up_proj", "down_proj"):
+                    E, N, groups, _ = getattr(experts, which).shape
+                    del experts._parameters[which]
+                    blocks = torch.randint(0, 256, (E, groups * 16, N), dtype=torch.uint8)
+                    scales = torch.randint(118, 122, (E, groups, N), dtype=torch.uint8)
+                    setattr(experts, which, _wrapped(blocks))
+                    setattr(experts, f"{which}_precision_config", SimpleNamespace(weight_scale=_wrapped(scales)))
+                    getattr(experts, f"{which}_bias").normal_(0, 0.1)
+            model.set_submodule(f"{name}.experts", experts)
+            mlp.forward = MethodType(mlp_forward, mlp)
+    return model.eval()
+
+
+def _routing(logits: torch.Tensor, k: int) -> tuple[Any, None, None]:
+    values, ids = torch.topk(logits, k, dim=-1)
+    return SimpleNamespace(ids=ids, gate_scal=values.softmax(-1)), None, None
+
+
+def _matmul_ogs(x, weight, bias, routing, precision_config, gammas, fused_activation=None, **places):
+    """The Hub's product with experts in MXFP4: gathers rows and gates, or weighs results and adds them up."""
+    blocks, scales = (t.storage.data.transpose(1, 2) for t in (weight, precision_config.weight_scale))
+    used = routing.ids.unique()
+    matrices = convert_moe_packed_tensors(blocks[used].unflatten(2, (-1, 16)), scales[used], dtype=torch.float32)
+    out = torch.zeros(routing.ids.numel(), bias.shape[1], device=x.device)
+    for expert, matrix in zip(used, matrices, strict=True):
+        rows = (routing.ids.flatten() == expert).nonzero().squeeze(1)
+        source = rows // routing.ids.shape[1] if gammas is None else rows
+        out[rows] = x[source].float() @ matrix + bias[expert]
+    if gammas is None:
+        return swigluoai(out).to(x.dtype)
+    return (out.unflatten(0, routing.ids.shape) * gammas.float().unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+HUB = SimpleNamespace(
+    matmul_ogs=SimpleNamespace(FnSpecs=lambda *_: None, FusedActivation=lambda *_: "swiglu", matmul_ogs=_matmul_ogs),
+    swiglu=SimpleNamespace(swiglu_fn=None),
+    routing=SimpleNamespace(routing=_routing),
+)
 
 
 def quantised(model: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:

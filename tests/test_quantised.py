@@ -8,9 +8,11 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     QuantoConfig,
+    Qwen3MoeConfig,
     TorchAoConfig,
 )
 
@@ -71,6 +73,31 @@ def load(folder, kind, threshold=0.0, dtype=torch.float32):
     return model.to(DEVICE) if kind in ("torchao", "quanto") else model
 
 
+def experts(kind, dtype=torch.float32):
+    """A model with quantised experts."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 160, "head_dim": 32, "num_experts_per_tok": 2, "eos_token_id": 2, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    if kind == "fp8":
+        config = Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=4)
+        return quantised_models.fp8_experts(AutoModelForCausalLM.from_config(config, dtype=dtype)).to(DEVICE)
+    config = GptOssConfig(**sizes, intermediate_size=96, num_local_experts=4)
+    return quantised_models.mxfp4(AutoModelForCausalLM.from_config(config, dtype=dtype)).to(DEVICE)
+
+
+@pytest.mark.filterwarnings("ignore:.*not compiled")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_text_of_experts_is_that_of_generate(kind, way):
+    model, settings = experts(kind), dict(WAYS[way])
+    expected = [greedy(model, p, 8) for p in ragged_prompts()]
+    draft = random_draft(model, "eagle3").to(DEVICE) if settings["num_steps"] else None
+    if draft is None:
+        del settings["num_steps"]
+    with specdec.attach(model, draft, max_batch=3, max_seq_len=128, **settings) as engine:
+        assert engine.generate(ragged_prompts(), max_new_tokens=8).tokens == expected
+
+
 @pytest.mark.filterwarnings("ignore:.*not compiled")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +119,8 @@ def test_text_is_that_of_generate(folder, kind, way):
 @pytest.fixture
 def by_ops(monkeypatch):
     """Quantised layers run by our ops on CPUs, too: their twins; counted are those of a flat graph."""
-    monkeypatch.setattr("specdec.reach.targets.adapters.quantised.has_kernels", lambda like: True)
+    for module in ("quantised", "experts"):
+        monkeypatch.setattr(f"specdec.reach.targets.adapters.{module}.has_kernels", lambda like: True)
     found, cut = Counter(), pieces.cut
 
     def spy(graph, at):
@@ -131,6 +159,16 @@ def test_a_fault_between_tokens_is_still_found(folder, kind):
 
     with layer.k_proj.register_forward_hook(shrunk), pytest.raises(AttachError, match="its logits differ from its own"):
         specdec.attach(model)
+
+
+@pytest.mark.filterwarnings("error:.*uncompiled")
+@pytest.mark.parametrize(("kind", "op"), [("fp8", "grouped_fp8"), ("mxfp4", "grouped_mxfp4")])
+def test_experts_are_of_our_ops(kind, op, by_ops):
+    model = experts(kind, torch.bfloat16)
+    with specdec.attach(model, max_batch=3, max_seq_len=64, compile=True, compiler="eager") as engine:
+        assert (by_ops[op], by_ops["gated"]) == (8, 4 if kind == "fp8" else 0)
+        texts = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
+        assert texts == [greedy(model, p, 5) for p in ragged_prompts()[:2]]
 
 
 def test_stand_ins_leave_no_trace(folder):

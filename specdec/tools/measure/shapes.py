@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     Mamba2Config,
     PreTrainedConfig,
@@ -90,6 +91,11 @@ SHAPES: dict[str, Shape] = {
         Qwen3MoeConfig,
         {**_MOE, **LONG, "num_experts": 128, "num_experts_per_tok": 8},
         draft_layer=LayerConfig(2048, 6144, 32, 4, 128, rms_norm_eps=1e-6),
+    ),
+    "gpt-oss-20b": Shape(
+        GptOssConfig,
+        {"num_hidden_layers": 24, "num_local_experts": 32},  # else the class's own sizes, which are those of 120b
+        draft_layer=LayerConfig(2880, 7680, 64, 8, 64),
     ),
     "35b-a3b": Shape(Qwen3_5MoeTextConfig, LONG, draft_layer=_DELTA_HEAD, state=_DELTA),  # the class's own sizes
     "qwen3-next-12": Shape(Qwen3NextConfig, {"num_hidden_layers": 12, **LONG}, draft_layer=_DELTA_HEAD, state=_DELTA),

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 from specdec.reach.targets.adapters.attention import Attention
-from specdec.reach.targets.adapters.experts import Experts
+from specdec.reach.targets.adapters.experts import Experts, Mxfp4
 from specdec.reach.targets.adapters.mixers import Mixers
 from specdec.reach.targets.adapters.overrides import Warnings
 from specdec.reach.targets.adapters.quantised import Quantised
@@ -24,7 +24,7 @@ class Adapter(Protocol):
         ...
 
 
-ADAPTERS: tuple[Callable[[Any], Adapter], ...] = (Attention, Experts, Quantised, Ropes, Mixers, Warnings)
+ADAPTERS: tuple[Callable[[Any], Adapter], ...] = (Attention, Experts, Mxfp4, Quantised, Ropes, Mixers, Warnings)
 
 
 @contextmanager

@@ -5,15 +5,22 @@ Gates, activations and layouts are the module's: it says how its weights lie, an
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec.backends import grouped_linear
 from specdec.backends.experts.choices import weighted_sum
+from specdec.backends.experts.quantised import LARGEST, grouped_fp8, grouped_mxfp4, pack_mxfp4
+from specdec.backends.linear import fp8, has_kernels
 from specdec.reach.targets.adapters.overrides import replaced
+from specdec.reach.targets.admission.quantised import is_kind
+
+MXFP4 = "Mxfp4GptOssExperts"
 
 
 def experts_forward(
@@ -31,13 +38,16 @@ def experts_forward(
 
 
 def _product(module: Any, name: str, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-    """Return `x` times the weights `name` of `module`, in their dtype, with their bias if they have one."""
+    """Return `x` times the weights `name` of `module`, in their dtype, or in FP8, with their bias if they have one."""
     weight = getattr(module, name)
+    if weight.dtype == fp8.DTYPE:
+        return grouped_fp8(*fp8.quantise(x), expert_ids, weight, getattr(module, f"{name}_scale_inv"), x.dtype)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     return grouped_linear(x.to(weight.dtype), expert_ids, weight, bias, module.is_transposed)
 
 
 ALL_EXPERTS_FUNCTIONS.register("specdec", experts_forward)
+ALL_FP8_EXPERTS_FUNCTIONS.register("specdec", experts_forward)
 
 
 class Experts:
@@ -60,6 +70,63 @@ def _experts(model: nn.Module) -> Iterator[Any]:
             getattr(module, "config", None), "_experts_implementation_internal"
         ):
             yield module
+
+
+class PackedExperts(NamedTuple):
+    """The two products of experts in MXFP4, in the layout of `specdec::grouped_mxfp4`."""
+
+    first_words: torch.Tensor
+    first_exponents: torch.Tensor
+    second_words: torch.Tensor
+    second_exponents: torch.Tensor
+
+
+class Mxfp4:
+    """GPT-OSS's experts in MXFP4 in `model`, by the MLPs that have them: packed anew for our kernel, beside what the
+    Hub's kernel reads, where ours runs; elsewhere, and where a weight may be above 12, the Hub's runs."""
+
+    def __init__(self, model: nn.Module):
+        like = model.get_input_embeddings().weight  # type: ignore[operator]
+        is_ours = has_kernels(like) and like.dtype == torch.bfloat16
+        mlps: list[Any] = [m for m in model.modules() if is_kind(getattr(m, "experts", None), MXFP4)] if is_ours else []
+        with torch.no_grad(), torch.inference_mode(False):
+            packed = {mlp: _packed_mxfp4(mlp.experts) for mlp in mlps}
+        self._packed = {mlp: own for mlp, own in packed.items() if own is not None}
+
+    def routed(self) -> AbstractContextManager[None]:
+        """Multiply by our op within the context; a trace finds what is packed as buffers of experts."""
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        for mlp, packed in self._packed.items():
+            places.append((vars(mlp), "forward", partial(_mxfp4_forward, mlp, packed)))
+            places += [(mlp.experts._buffers, f"_specdec_{name}", t) for name, t in packed._asdict().items()]
+        return replaced(places)
+
+
+def _packed_mxfp4(experts: Any) -> PackedExperts | None:
+    """Return what `experts` are packed into; None where our kernel cannot have their exponents, or their gate."""
+    found: list[torch.Tensor] = []
+    width, hidden = experts.intermediate_size, experts.hidden_size
+    for name, N, K in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        of_scales = getattr(experts, f"{name}_precision_config").weight_scale
+        blocks, scales = (
+            wrapped.storage.layout.unswizzle_data(wrapped.storage.data).transpose(-1, -2)
+            for wrapped in (getattr(experts, name), of_scales)
+        )
+        if (experts.alpha, experts.limit) != (1.702, 7.0) or int(scales.max()) > LARGEST:
+            return None
+        packs = [pack_mxfp4(b[:N, : K // 2], s[:N, : K // 32]) for b, s in zip(blocks, scales, strict=True)]
+        found += [torch.stack(parts) for parts in zip(*packs, strict=True)]
+    return PackedExperts(*found)
+
+
+def _mxfp4_forward(mlp: Any, packed: PackedExperts, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `mlp` returns: the experts' outputs of hidden_states [B, T, h], and the router's logits."""
+    x, experts = hidden_states.reshape(-1, hidden_states.shape[-1]), mlp.experts
+    logits, weights, ids = mlp.router(x)
+    first = packed.first_words, packed.first_exponents, experts.gate_up_proj_bias
+    inner = grouped_mxfp4(x, ids, *first, "swigluoai")
+    out = grouped_mxfp4(inner, ids, packed.second_words, packed.second_exponents, experts.down_proj_bias)
+    return weighted_sum(out, weights, x.dtype).view(hidden_states.shape), logits
 
 
 class ExpertWeights(NamedTuple):

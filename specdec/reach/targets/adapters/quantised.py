@@ -15,10 +15,10 @@ from torch import nn
 
 from specdec.backends.differences import SEED, bound, distance
 from specdec.backends.linear import has_kernels
-from specdec.backends.linear.fp8 import BLOCK, fp8_linear, quantise
+from specdec.backends.linear.fp8 import fp8_linear, quantise
 from specdec.backends.linear.packed import MAGIC, pack, packed_linear, takes
 from specdec.reach.targets.adapters.overrides import replaced
-from specdec.reach.targets.admission.quantised import is_kind, is_stand_in, quantised_linears
+from specdec.reach.targets.admission.quantised import has_blocks, is_kind, is_stand_in, quantised_linears
 
 BUFFERS = ("_specdec_words", "_specdec_scales")  # of a layer, while it is routed: a trace finds them there
 NUM_COMPARED = 16  # rows
@@ -102,9 +102,7 @@ def _readers(layer: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Yield what may pack `layer`, for its kind; of a layer that is read where it is, what returns None."""
     N, K = layer.out_features, layer.in_features
     if is_kind(layer, "FP8Linear"):
-        is_ours = layer.weight.element_size() == 1 and layer.activation_scale is None and K % BLOCK == 0 == N % 16
-        blocks = None if layer.block_size is None else tuple(layer.block_size)
-        if is_ours and blocks == (BLOCK, BLOCK) and layer.weight_scale_inv.dtype == torch.float32:
+        if has_blocks(layer) and N % 16 == 0:
             yield lambda: None
     elif (
         is_kind(layer, "BaseQuantLinear") and layer.bits == 4 and dtype in MAGIC and takes(N, K, K // len(layer.scales))

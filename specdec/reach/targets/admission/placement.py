@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.reach.targets.admission.quantised import quantised_linears, quantised_reasons
+from specdec.reach.targets.admission.quantised import is_quantised, quantised_reasons
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PACKED = (torch.int8, torch.uint8, torch.int32)  # matrices of these hold packed weights (GPTQ, AWQ)
@@ -62,7 +62,7 @@ def _offloads(hook: Any) -> bool:
 
 def _form_reasons(model: nn.Module) -> Iterator[str]:
     method = _quantisation(getattr(model, "hf_quantizer", None))
-    if quantised_linears(model):
+    if is_quantised(model):
         yield from quantised_reasons(model)
         return
     if method:

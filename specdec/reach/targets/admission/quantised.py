@@ -15,11 +15,13 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from specdec.backends.linear.fp8 import BLOCK, DTYPE
 from specdec.reach.checkpoints.tensors import FLOATS
 
 # Classes of bitsandbytes, quanto, transformers' fine-grained FP8, and gptqmodel (GPTQ and AWQ).
 LINEARS = ("Linear4bit", "Linear8bitLt", "QLinear", "FP8Linear", "BaseQuantLinear")
 OTHERS = ("FP8GroupedLinear",)  # of another input than theirs
+EXPERTS = ("FP8Experts", "Mxfp4GptOssExperts")
 SPREAD = 0.6  # of the outputs of a stand-in, for inputs of spread 1
 
 
@@ -32,7 +34,7 @@ def is_quantised_linear(module: nn.Module) -> bool:
     return is_known or is_wrapped
 
 
-def is_kind(module: nn.Module, *names: str) -> bool:
+def is_kind(module: Any, *names: str) -> bool:
     """Return whether the class of `module`, or one that it is derived from, has one of `names`."""
     return any(kind.__name__ in names for kind in type(module).__mro__)
 
@@ -44,19 +46,40 @@ def quantised_linears(model: nn.Module) -> list[Any]:
 
 def quantised_reasons(model: nn.Module) -> Iterator[str]:
     """Yield what cannot be run: packed tensors of other modules, and int8 layers that look for outliers."""
-    layers = quantised_linears(model)
-    known = {id(t) for m in layers for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+    layers, experts = quantised_linears(model), [m for m in model.modules() if is_kind(m, *EXPERTS)]
+    known = {id(t) for m in (*layers, *experts) for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
     tensors = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if id(t) not in known]
     odd = [n for n, t in tensors if type(t) not in (nn.Parameter, nn.Buffer, torch.Tensor)]
     odd += [n for n, t in tensors if t.dim() > 1 and t.dtype not in (*FLOATS, torch.bool, torch.int64)]
     if odd:
         yield f"{odd[0]} is packed ({len(odd)} such tensors) and not a linear layer's: only those may be quantised"
+    other = next((m for m in experts if is_kind(m, "FP8Experts") and not has_blocks(m)), None)
+    if other is not None:
+        yield (
+            f"its experts are in FP8 with blocks of {other.block_size} and {other.activation_scheme} activations: "
+            f"expected blocks of {BLOCK} x {BLOCK} with float32 scales, and dynamic; load it with dequantize=True"
+        )
     thresholds = [getattr(getattr(m, "state", None), "threshold", 0) for m in layers]
     if any(thresholds):
         yield (
             f"its int8 layers look for outliers in the whole batch (llm_int8_threshold={max(thresholds)}): texts would "
             "depend on those beside them, and no graph could be captured; load it with llm_int8_threshold=0"
         )
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Return whether `model` has quantised linear layers or experts."""
+    return any(is_quantised_linear(m) or is_kind(m, *EXPERTS) for m in model.modules())
+
+
+def has_blocks(module: Any) -> bool:
+    """Return whether all weights of an FP8 module of transformers are in blocks that `specdec::quantise` makes rows
+    for."""
+    weights = [p for p in module.parameters(recurse=False) if p.dtype == DTYPE]
+    scales = [p for name, p in module.named_parameters(recurse=False) if name.endswith("_scale_inv")]
+    is_ours = module.activation_scheme == "dynamic" and all(scale.dtype == torch.float32 for scale in scales)
+    is_whole = all(weight.shape[-1] % BLOCK == 0 for weight in weights)
+    return bool(weights) and is_ours and is_whole and tuple(module.block_size or ()) == (BLOCK, BLOCK)
 
 
 @torch.no_grad()

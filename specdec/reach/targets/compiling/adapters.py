@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from specdec.backends.linear import MOST_PARTS
+from specdec.backends.linear import MOST_PARTS, lora  # noqa: F401 (it defines the op)
 from specdec.reach.targets.compiling.matching import is_function, only_user
 
 LORA = torch.ops.specdec.lora.default

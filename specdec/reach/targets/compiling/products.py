@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from specdec.backends.experts import quantised  # noqa: F401 (it defines ops)
 from specdec.backends.gates import swigluoai
 from specdec.backends.linear import KERNEL_DTYPES
 from specdec.reach.targets.compiling.adapters import LORA
@@ -30,7 +31,7 @@ from specdec.reach.targets.compiling.matching import (
 from specdec.reach.targets.compiling.quantised import FIRST, NUM_BEFORE
 
 ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu"}
-GROUPED = torch.ops.specdec.grouped_linear.default
+GROUPED, GROUPED_FP8 = torch.ops.specdec.grouped_linear.default, torch.ops.specdec.grouped_fp8.default
 Gated = tuple[fx.Node, str, set[fx.Node]]  # the result of a gate, its activation, and its nodes
 
 
@@ -52,6 +53,11 @@ def take_over_products(graph: fx.GraphModule) -> int:
         if gated is not None:
             last, name, parts = gated
             _replace(graph.graph, GROUPED, (*node.args[:5], name), last, parts)
+    for node in [n for n in graph.graph.nodes if is_function(n, GROUPED_FP8)]:
+        gated = _gated(node)
+        if gated is not None and gated[1] == "silu":
+            last, name, parts = gated
+            _replace(graph.graph, GROUPED_FP8, (*node.args[:6], name), last, parts)
     for node in [n for n in graph.graph.nodes if is_function(n, *FIRST) and len(n.args[FIRST[n.target]]) == 2]:
         gated = _gated(node)
         if gated is not None:
