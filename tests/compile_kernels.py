@@ -200,6 +200,9 @@ def products_and_norms() -> None:
     for x in (rows, rows[:, :576].half(), rows.view(3, 64, 128)[:, :8], rows[:, :35]):
         norms.rms_norm(x, rows[0, : x.shape[-1]], 1e-5, 1.0, True)
         norms.add_rms_norm(x, x, rows[0, : x.shape[-1]], 1e-5, 0.0, False)
+    if driver.active.get_current_target().arch >= 89:
+        norms.add_rms_norm_fp8(rows[:, :4096], rows[:, :4096], rows[0, :4096], 1e-5, 0.0, False)
+        norms.rms_norm_fp8(rows[:, :384].half(), rows[0, :384].half(), 1e-5, 0.0, False)
 
 
 def choices_of_routers() -> None:

@@ -10,6 +10,7 @@ from specdec.backends.gates import gate_twin
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.experts.quantised import grouped
 from specdec.backends.triton.linear import fp8 as fp8_kernels
+from specdec.backends.triton.linear import norms
 from specdec.backends.triton.linear import packed as packed_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,6 +86,17 @@ def test_rows_are_quantised_as_their_twin_does():
     assert scales.equal(twins) and not ours[1].float().any()
     is_equal = ours.float() == theirs.float()
     assert is_equal.float().mean() > (0.98 if DEVICE.type == "cpu" else 1 - 1e-9)  # the interpreter rounds some wrongly
+
+
+def test_norms_quantise_what_they_give():
+    x, y, weight = random(5, 384), random(5, 384, seed=1), random(384, seed=2)
+    settings = weight, 1e-3, 0.0, False
+    normed, total = norms.add_rms_norm(x, y, *settings)
+    values, scales = fp8_kernels.quantise(normed)
+    ours = norms.add_rms_norm_fp8(x, y, *settings)
+    assert ours[0].float().equal(values.float()) and ours[1].equal(scales) and ours[2].equal(total)
+    again = norms.rms_norm_fp8(total[:2], *settings)
+    assert again[0].float().equal(values[:2].float()) and again[1].equal(scales[:2])
 
 
 def test_ops_gate_and_take_any_shape():

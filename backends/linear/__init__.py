@@ -16,6 +16,7 @@ from specdec.backends.library import define_op
 from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+NORM_ARGUMENTS = "Tensor weight, float eps, float offset, bool is_late"
 MOST_PARTS = 3  # of a product's columns that have weights of their own, such as Q, K and V
 
 
@@ -132,7 +133,6 @@ def _rows(x: torch.Tensor, size: int, **options: Any) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], size, **options)
 
 
-_NORM = "Tensor weight, float eps, float offset, bool is_late"
 define_op(
     "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     _product,
@@ -149,9 +149,9 @@ define_op(
     lambda x, weight, *_: _rows(x, weight.shape[0] // 2),
 )
 define_op("gate(Tensor x, str activation) -> Tensor", _gate, lambda x, _: _rows(x, x.shape[-1] // 2))
-define_op(f"rms_norm(Tensor x, {_NORM}) -> Tensor", _rms_norm, lambda x, *_: _rows(x, x.shape[-1]))
+define_op(f"rms_norm(Tensor x, {NORM_ARGUMENTS}) -> Tensor", _rms_norm, lambda x, *_: _rows(x, x.shape[-1]))
 define_op(
-    f"add_rms_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)",
+    f"add_rms_norm(Tensor x, Tensor residual, {NORM_ARGUMENTS}) -> (Tensor, Tensor)",
     _add_rms_norm,
     lambda x, *_: (_rows(x, x.shape[-1]), _rows(x, x.shape[-1])),
 )

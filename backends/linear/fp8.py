@@ -10,7 +10,8 @@ import torch
 
 from specdec.backends.gates import gate_twin
 from specdec.backends.library import define_op
-from specdec.backends.linear import aligned_rows, has_kernels
+from specdec.backends.linear import NORM_ARGUMENTS, aligned_rows, has_kernels
+from specdec.backends.linear.reference import add_rms_norm_twin, rms_norm_twin
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
@@ -21,6 +22,20 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [..., K] in FP8 (e4m3) and the scales [..., K / 128] float32 that were taken out: the largest of 128
     features is 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
     return torch.ops.specdec.quantise.default(x)
+
+
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `quantise` of `linear.rms_norm`, in one launch."""
+    return torch.ops.specdec.rms_norm_fp8.default(x, weight, eps, offset, is_late)
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `quantise` of the norm of `linear.add_rms_norm`, and the total, in one launch."""
+    return torch.ops.specdec.add_rms_norm_fp8.default(x, residual, weight, eps, offset, is_late)
 
 
 def fp8_linear(
@@ -79,6 +94,33 @@ def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantised.view(x.shape), scales.view(*x.shape[:-1], -1)
 
 
+def _rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not has_kernels(x):
+        return quantise_twin(rms_norm_twin(x, weight, eps, offset, is_late))
+    from specdec.backends.triton.linear import norms
+
+    return norms.rms_norm_fp8(x, weight, eps, offset, is_late)
+
+
+def _add_rms_norm_fp8(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if not has_kernels(x):
+        normed, total = add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
+        return *quantise_twin(normed), total
+    from specdec.backends.triton.linear import norms
+
+    return norms.add_rms_norm_fp8(x, residual, weight, eps, offset, is_late)
+
+
+def _like_quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty tensors like those that `quantise` makes of x."""
+    scales = x.new_empty(*x.shape[:-1], x.shape[-1] // BLOCK, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=DTYPE), scales
+
+
 def _fp8_linear(
     x: torch.Tensor,
     row_scales: torch.Tensor,
@@ -97,13 +139,14 @@ def _fp8_linear(
     return product.view(*x.shape[:-1], product.shape[1])
 
 
+define_op("quantise(Tensor x) -> (Tensor, Tensor)", _quantise, _like_quantised)
 define_op(
-    "quantise(Tensor x) -> (Tensor, Tensor)",
-    _quantise,
-    lambda x: (
-        x.new_empty(x.shape, dtype=DTYPE),
-        x.new_empty(*x.shape[:-1], x.shape[-1] // BLOCK, dtype=torch.float32),
-    ),
+    f"rms_norm_fp8(Tensor x, {NORM_ARGUMENTS}) -> (Tensor, Tensor)", _rms_norm_fp8, lambda x, *_: _like_quantised(x)
+)
+define_op(
+    f"add_rms_norm_fp8(Tensor x, Tensor residual, {NORM_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _add_rms_norm_fp8,
+    lambda x, *_: (*_like_quantised(x), x.new_empty(x.shape)),
 )
 define_op(
     "fp8_linear(Tensor x, Tensor row_scales, Tensor[] weights, Tensor[] scales, Tensor[] bias, ScalarType dtype, "

@@ -19,9 +19,7 @@ from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import both, filled, finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
-
-LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
-LEAST = tl.constexpr(1e-12)  # of a scale: zeros stay zeros
+from specdec.backends.triton.linear.rounding import quantised
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -30,8 +28,8 @@ def _quantise_kernel(x, out, scales, stride, NUM: tl.constexpr, BLOCKS: tl.const
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at, inside = block[:, None] * 128 + tl.arange(0, 128)[None, :], (block < NUM)[:, None]
     value = tl.load(x + row * stride * 16 + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 1), LARGEST), LEAST)
-    tl.store(out + row * NUM * 128 + at, tl.div_rn(value, scale[:, None]).to(tl.float8e4nv), mask=inside)
+    value, scale = quantised(value, 1)
+    tl.store(out + row * NUM * 128 + at, value, mask=inside)
     tl.store(scales + row * NUM + block, scale, mask=block < NUM)
 
 

@@ -1,6 +1,6 @@
 """RMS norms, with or without a residual before them. What a program computes depends on H only, so bits do, too.
 
-Twins: `specdec.backends.linear.reference`.
+Twins: `specdec.backends.linear.reference`, and `fp8` for results in FP8.
 """
 
 import torch
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import CachedLaunch, is_aligned
+from specdec.backends.triton.linear.rounding import quantised
 
 WIDE = 1024  # elements of a program, at least: several rows where they are short
 NUM_WARPS = 8
@@ -19,6 +20,7 @@ def _norm_kernel(
     residual,
     weight,
     out,
+    scales,
     total,
     num_rows,
     inner,
@@ -30,10 +32,15 @@ def _norm_kernel(
     UNIT: tl.constexpr,
     ADD: tl.constexpr,
     LATE: tl.constexpr,
+    FP8: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS rows of H. Row r of x begins at UNIT times r // inner strides outer plus r % inner strides inner."""
+    """ROWS rows of H. Row r of x begins at UNIT times r // inner strides outer plus r % inner strides inner.
+
+    FP8: quantise what the norm gives, as `fp8.quantise` does.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (h < H)[None, :]
@@ -50,8 +57,16 @@ def _norm_kernel(
     if LATE:
         normed = normed * (offset + scale)
     else:
-        normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale
-    tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
+        normed = normed.to(DTYPE).to(tl.float32) * scale
+    normed = normed.to(DTYPE)
+    if FP8:
+        blocks, of_blocks = quantised(normed.to(tl.float32).reshape([ROWS, BLOCK // 128, 128]), 2)
+        tl.store(out + at, blocks.reshape([ROWS, BLOCK]), mask=inside)
+        b = tl.arange(0, BLOCK // 128)
+        is_block = (row < num_rows)[:, None] & (b < H // 128)[None, :]
+        tl.store(scales + row[:, None] * (H // 128) + b[None, :], of_blocks, mask=is_block)
+    else:
+        tl.store(out + at, normed, mask=inside)
 
 
 _run = CachedLaunch(_norm_kernel, num_warps=NUM_WARPS)
@@ -92,6 +107,29 @@ def _strided_rows(x: torch.Tensor) -> tuple[int, int, int] | None:
     return inner, outer, stride
 
 
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec.backends.linear.fp8.rms_norm_fp8`."""
+    x, scales = x.contiguous(), _scales(x)
+    rows = x.numel() // x.shape[-1], 0, x.shape[-1]
+    return _launch(x, x, rows, weight, eps, offset, is_late, None, scales), scales
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `specdec.backends.linear.fp8.add_rms_norm_fp8`."""
+    x, residual, scales = x.contiguous(), residual.contiguous(), _scales(x)
+    total = torch.empty_like(x)
+    rows = x.numel() // x.shape[-1], 0, x.shape[-1]
+    return _launch(x, residual, rows, weight, eps, offset, is_late, total, scales), scales, total
+
+
+def _scales(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(*x.shape[:-1], x.shape[-1] // 128, dtype=torch.float32, device=x.device)
+
+
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -101,8 +139,10 @@ def _launch(
     offset: float,
     is_late: bool,
     total: torch.Tensor | None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """scales: what to write those of a result in FP8 into."""
+    out = torch.empty(x.shape, dtype=x.dtype if scales is None else torch.float8_e4m3fn, device=x.device)
     H = x.shape[-1]
     num_rows = x.numel() // H
     if num_rows == 0:
@@ -112,9 +152,10 @@ def _launch(
     block = triton.next_power_of_2(H)
     together = max(WIDE // block, 1)
     grid = (triton.cdiv(num_rows, together),)
-    tensors = x, residual, weight, out, out if total is None else total
+    tensors = x, residual, weight, out, out if scales is None else scales, out if total is None else total
     args = *tensors, num_rows, inner, outer // unit, stride // unit, eps, offset
-    constants = {"H": H, "UNIT": unit, "ADD": total is not None, "LATE": is_late, "ROWS": together, "BLOCK": block}
+    constants = {"H": H, "UNIT": unit, "ADD": total is not None, "LATE": is_late}
+    constants |= {"FP8": scales is not None, "ROWS": together, "BLOCK": block}
     if is_aligned(x, residual, weight):
         _run(grid, *args, **constants)
     else:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specdec.backends.experts import quantised  # noqa: F401 (it defines ops)
 from specdec.backends.gates import swigluoai
@@ -83,7 +84,8 @@ def _replace(graph: fx.Graph, op: Any, arguments: tuple[Any, ...], last: fx.Node
 
 
 def _is_matrix(weight: Any) -> bool:
-    return is_tensor(weight) and value(weight).dim() == 2
+    """Return whether `weight` is a plain matrix: those of torchao multiply by themselves."""
+    return is_tensor(weight) and value(weight).dim() == 2 and not is_traceable_wrapper_subclass(value(weight))
 
 
 def _gated(product: fx.Node) -> Gated | None:

@@ -1,6 +1,7 @@
 """Joins products of one input with quantised weights in a traced graph: Q, K and V, or gate and up, are one launch.
 
-Ops take several weights, which stay where they are. Rows in FP8 are quantised once for all products of them.
+Ops take several weights, which stay where they are. Rows in FP8 are quantised once for all products of them, by the
+norm that they come from, if they do.
 """
 
 import operator
@@ -11,10 +12,18 @@ import torch
 from torch import fx
 
 from specdec.backends.linear import MOST_PARTS, fp8, packed  # noqa: F401 (they define the ops)
-from specdec.reach.targets.compiling.matching import erase_unused, is_function, value
+from specdec.reach.targets.compiling.matching import (
+    erase_unused,
+    erase_upwards,
+    is_function,
+    is_method,
+    only_user,
+    value,
+)
 
 QUANTISE, FP8 = torch.ops.specdec.quantise.default, torch.ops.specdec.fp8_linear.default
 PACKED = torch.ops.specdec.packed_linear.default
+RMS_NORM, ADD_RMS_NORM = torch.ops.specdec.rms_norm.default, torch.ops.specdec.add_rms_norm.default
 FIRST: dict[Any, int] = {FP8: 2, PACKED: 1}  # the place of the weights of an op, which scales and biases follow
 NUM_BEFORE = {FP8: 6, PACKED: 4}  # arguments before the activation
 
@@ -37,6 +46,37 @@ def join_quantised(graph: fx.GraphModule) -> None:
             _join(graph.graph, nodes)
     graph.graph.lint()
     graph.recompile()
+
+
+def quantise_norms(graph: fx.GraphModule) -> None:
+    """Let norms whose results only get quantised do that, in place."""
+    for node in [n for n in graph.graph.nodes if is_function(n, QUANTISE)]:
+        normed: Any = node.args[0]
+        while is_method(normed, "view", "reshape") and _viewed(normed) is not normed and only_user(normed) is not None:
+            normed = normed.args[0]
+        if only_user(normed) is None:
+            continue
+        if is_function(normed, RMS_NORM):
+            _quantise_norm(graph.graph, node, normed, torch.ops.specdec.rms_norm_fp8.default)
+        elif is_function(normed, operator.getitem) and is_function(normed.args[0], ADD_RMS_NORM) and not normed.args[1]:
+            _quantise_norm(graph.graph, node, normed.args[0], torch.ops.specdec.add_rms_norm_fp8.default)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _quantise_norm(graph: fx.Graph, node: fx.Node, norm: fx.Node, op: Any) -> None:
+    """Put `op` where `norm` is, which `node` quantises."""
+    with graph.inserting_before(norm):
+        both = graph.call_function(op, norm.args)
+        results = [graph.call_function(operator.getitem, (both, i)) for i in range(2 if norm.target is RMS_NORM else 3)]
+    places = {user: results[int(user.args[1])] for user in node.users}  # type: ignore[arg-type]
+    places |= {user: results[2] for user in norm.users if is_function(user, operator.getitem) and user.args[1] == 1}
+    for user, result in places.items():
+        result.meta = dict(user.meta)
+        user.replace_all_uses_with(result)
+    for user in places:
+        graph.erase_node(user)
+    erase_upwards(graph, node, lambda n: n.op != "placeholder")
 
 
 def _operands(node: Any) -> list[list[fx.Node]]:
