@@ -34,7 +34,8 @@ test-latest: $(READY)
 	@test -d $(VENV)/latest-$(LATEST) || $(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps \
 	    --target $(VENV)/latest-$(LATEST) transformers==$(LATEST)
 	PYTHONPATH=$(VENV)/latest-$(LATEST):. $(BIN)/python -m pytest -n 2 --dist worksteal -m "not matrix" \
-	    tests/test_taps.py tests/test_attach.py tests/test_engine.py tests/test_seams.py tests/test_experts.py tests/test_mixers.py
+	    tests/test_taps.py tests/test_attach.py tests/test_engine.py tests/test_seams.py tests/test_experts.py tests/test_mixers.py \
+	    tests/test_images.py
 
 lint: $(READY)
 	$(BIN)/ruff check

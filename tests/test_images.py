@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec
+from specdec.tools.doors.generate import _check_rotary
 from tests.heads import random_head
 from tests.image_models import FAMILIES, IMAGE, greedy, image_model, image_prompt
 from tests.tiny_models import tiny_model
@@ -93,10 +94,9 @@ def test_padded_batches_and_inputs_by_name(models, kind):
         assert out.tokens == [expected[0], expected[2]]
         with engine.install():
             assert greedy(model, batch) == out.tokens
-            wrong = torch.zeros(4, *batch["input_ids"].shape, dtype=torch.long, device=DEVICE)
-            if kind == "qwen3_vl":
-                with pytest.raises(ValueError, match="position_ids: the engine has the model compute them"):
-                    model.generate(**batch, position_ids=wrong, max_new_tokens=2, do_sample=False)
+        mask = torch.ones(1, len(TEXT), dtype=torch.long)
+        with pytest.raises(ValueError, match="position_ids: the engine has the model compute them"):
+            _check_rotary(engine._requests([TEXT]), mask, mask.expand(4, -1, -1))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl"])

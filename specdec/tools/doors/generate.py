@@ -215,9 +215,11 @@ def _read(
         stop=(),  # strings and clocks are criteria by now
         max_time=None,
     )
+    positions = model_kwargs.get("position_ids")
     if images:
+        images |= {"position_ids": positions} if positions is not None and positions.dim() == 3 else {}
         embed_prompts(engine._attached(), requests, {"input_ids": input_ids, "attention_mask": mask, **images})
-    _check_rotary(requests, mask, model_kwargs.get("position_ids"))
+    _check_rotary(requests, mask, positions)
     pad = getattr(config, "_pad_token_tensor", None)
     pad_token = 0 if pad is None else int(pad)
     return GenerateCall(input_ids, requests, StoppingCriteriaList(others), bool(ends), pad_token, streamer)
@@ -301,7 +303,7 @@ def _check_forward_arguments(model_kwargs: dict[str, Any], images: Any) -> dict[
 
 
 def _check_rotary(requests: list[Request], mask: torch.Tensor, positions: torch.Tensor | None) -> None:
-    """Raise ValueError for several positions a token, [n, B, T], that are others than the model's own."""
+    """Raise ValueError for several positions a token, [n, B, T], that are not those of text where there is no image."""
     if positions is None or positions.dim() != 3:
         return
     for row, request in enumerate(requests):
