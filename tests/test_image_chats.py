@@ -94,10 +94,10 @@ def test_folders_are_loaded_with_their_processor(model, processor, tmp_path):
     processor.save_pretrained(tmp_path)
     loaded, tokenizer = load_pretrained(tmp_path)
     assert type(loaded) is type(model) and tokenizer.image_token == "<image>"
-    assert type(read_processor(tmp_path)) is LlavaProcessor
+    assert type(read_processor(tmp_path, loaded)) is LlavaProcessor
     (tmp_path / "processor_config.json").write_text("[]")
     with pytest.warns(UserWarning, match="images are not read: its processor cannot be loaded"):
-        assert read_processor(tmp_path) is None
+        assert read_processor(tmp_path, loaded) is None
 
 
 def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch):

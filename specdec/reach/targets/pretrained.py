@@ -67,17 +67,18 @@ def load_pretrained(
     """
     source, extra = _source(name)
     with _as_target_error(name), no_foreign_code(source), _gguf_read_once():
-        kind = AutoModelForCausalLM if extra or not _reads_images(source) else AutoModelForImageTextToText
+        config = None if extra else AutoConfig.from_pretrained(source, trust_remote_code=False)
+        kind = AutoModelForImageTextToText if _reads_images(config) else AutoModelForCausalLM
         model = kind.from_pretrained(source, dtype=dtype, trust_remote_code=False, **extra)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **extra)
     return model.to(device).eval(), tokenizer
 
 
-def read_processor(name: str | Path) -> Any | None:
-    """Read the processor of the folder or Hub id `name`, if its model is an image-text one; a warning, and None, for
-    one that cannot be read."""
+def read_processor(name: str | Path, model: PreTrainedModel) -> Any | None:
+    """Read the processor of the folder or Hub id `name`, if `model`, which is from there, is an image-text one; a
+    warning, and None, for one that cannot be read."""
     source, extra = _source(name)
-    if extra or not _reads_images(source):
+    if extra or not _reads_images(getattr(model, "config", None)):
         return None
     try:
         with no_foreign_code(source):
@@ -89,8 +90,7 @@ def read_processor(name: str | Path) -> Any | None:
         return None
 
 
-def _reads_images(source: str | Path) -> bool:
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+def _reads_images(config: Any) -> bool:
     return hasattr(config, "vision_config") and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 

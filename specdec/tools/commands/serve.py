@@ -87,7 +87,7 @@ class Serve(WithDraft):
         settings |= {"adapters": adapters_of(self.lora)} if self.lora else {}
         settings |= {name: value for name, value in given.items() if value is not None}
         drafting = self.drafting(model, max_batch)
-        engine = drafting.attach(model, read_processor(self.target) or tokenizer, **settings)
+        engine = drafting.attach(model, read_processor(self.target, model) or tokenizer, **settings)
         host, grace = self.host, self.grace
         log = None if self.log is None else self.log.open("a", encoding="utf-8")
         app = build_app(
