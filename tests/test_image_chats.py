@@ -126,6 +126,7 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch):
             ([part(data_url(image, "BMP"))], "no image of a known kind"),
             ([part(data_url(picture(3, (101, 100))))], "101 x 100: a request has at most 10000 pixels"),
             ([part(data_url(picture(3, (80, 80))))] * 2, "messages[0].content[1].image_url: 80 x 80"),
+            ([part(data_url(picture(3, (1, 51))))], "1 x 51: "),
             ([part(data_url(image))] * 17, "17 images: expected at least 0 and at most 16"),
             ([{"type": "image_url"}], "messages[0].content[0].image_url=None"),
             ([{"type": "input_audio"}], "messages[0].content[0].type='input_audio'"),

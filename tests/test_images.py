@@ -120,8 +120,12 @@ def test_the_prefix_cache_tells_images_apart(models, kind):
     model, (first, _), expected = models(kind)
     random = torch.Generator().manual_seed(5)
     other = {**first, "pixel_values": torch.randn(first["pixel_values"].shape, generator=random).to(DEVICE)}
-    num_ids = first["input_ids"].shape[1]
-    longer = {n: torch.cat([v, v[:, -1:]], 1) if v.shape[-1] == num_ids else v for n, v in first.items()}
+    num_ids, answer = first["input_ids"].shape[1], torch.tensor([expected[0]], device=DEVICE)
+    more = {"input_ids": answer, "attention_mask": torch.ones_like(answer)}
+    longer = {
+        name: torch.cat([v, more.get(name, torch.zeros_like(answer))], 1) if v.shape[-1] == num_ids else v
+        for name, v in first.items()
+    }
     wanted = [greedy(model, other)[0], greedy(model, longer)[0]]
     with specdec.attach(model, prefix_cache=True, **ON) as engine:
         found = []
@@ -130,7 +134,7 @@ def test_the_prefix_cache_tells_images_apart(models, kind):
             assert engine.generate(prompt, **OPTIONS).tokens == [text]
             found.append(engine.report().prefix_cache["found"] - before)
         image = first["input_ids"][0].tolist().index(IMAGE)
-        assert found == [0, image, num_ids]
+        assert found == [0, image, num_ids + len(expected[0]) - 1]
 
 
 def test_what_cannot_be_read_is_refused_by_name(models):

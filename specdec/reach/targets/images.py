@@ -23,13 +23,13 @@ from specdec.reach.targets.adapters.overrides import ConfigViews, evaluating
 from specdec.reach.targets.admission.probe import ModelSpec
 from specdec.reach.targets.exclusive import called_by
 
-# Arguments of a model's forward that are no inputs of a prompt's.
-TEXT = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "use_cache", "labels"}
-    | {"output_attentions", "output_hidden_states", "return_dict", "cache_position", "logits_to_keep", "kwargs"}
-)
 # Arguments of a stack that change nothing here: it runs without a cache, and gives what we ask for.
-IGNORED = frozenset({"input_ids", "past_key_values", "use_cache", "cache_position", *TEXT - {"position_ids"}})
+IGNORED = frozenset(
+    {"past_key_values", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+    | {"logits_to_keep"}
+)
+# Arguments of a model's forward that are no inputs of a prompt's.
+TEXT = IGNORED | {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "kwargs"}
 DELTAS = "rope_deltas"  # attribute where models keep how far images have moved positions
 DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
 

@@ -11,6 +11,7 @@ from specdec.core.ranges import shown
 MOST_IMAGES = 16  # of a request
 MOST_BYTES = 20 * 2**20  # of a body, for images
 MOST_PIXELS = 2**25  # of a request's images together
+MOST_RATIO = 50  # of an image's sides: processors may scale the shorter one up
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # of PIL
 
 
@@ -49,8 +50,12 @@ def _decoded(name: str, url: str, most_pixels: int) -> Any:
         raise ValueError(f"{name}={shown(url)}: expected base64, data:image/png;base64,...")
     try:
         image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
-        if image.width * image.height <= most_pixels:
+        sides = sorted(image.size)
+        if image.width * image.height <= most_pixels and sides[1] <= MOST_RATIO * sides[0]:
             return image.convert("RGB")
     except (binascii.Error, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"{name}={shown(url)}: no image of a known kind ({', '.join(FORMATS)}): {error}") from None
-    raise ValueError(f"{name}: {image.width} x {image.height}: a request has at most {MOST_PIXELS} pixels")
+    raise ValueError(
+        f"{name}: {image.width} x {image.height}: a request has at most {MOST_PIXELS} pixels, and no side is more than "
+        f"{MOST_RATIO} times the other"
+    )
