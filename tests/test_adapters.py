@@ -289,7 +289,9 @@ def test_in_16_bits_texts_are_those_of_one_request_alone(tmp_path):
     model = endless(tiny_model("llama64", seed=7)).to(DEVICE, torch.bfloat16)
     adapters = {name: save_lora(model, tmp_path / name, seed=i) for i, name in enumerate("ab")}
     draft = tiny_model("llama64").to(DEVICE, torch.bfloat16)
-    with specdec.attach(model, draft, adapters=adapters, max_batch=4, max_seq_len=64, num_steps=3) as engine:
+    with specdec.attach(
+        model, draft, adapters=adapters, max_batch=4, max_seq_len=64, num_steps=3, compile=True
+    ) as engine:
         texts = engine.generate(PROMPTS, max_new_tokens=8, adapter=NAMES).tokens
         alone = [engine.generate(p, max_new_tokens=8, adapter=n).tokens[0] for p, n in zip(PROMPTS, NAMES, strict=True)]
         assert texts == alone != engine.generate(PROMPTS, max_new_tokens=8).tokens

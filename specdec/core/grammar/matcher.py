@@ -22,6 +22,9 @@ class Matcher(Protocol):
     def accept(self, token: int) -> bool:
         """Take a token that is no EOS id, if the grammar allows it; return whether it does."""
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens`, none of them an EOS id, it would accept one after the other."""
+
     def rollback(self, num: int) -> None:
         """Take back the last `num` tokens."""
 
@@ -92,21 +95,18 @@ class Constraint:
         choices [D]: each node's token of the largest logit. Masks [D, W] that are left out allow all: the node's choice
         is the same, as long as the path that greedy verification takes was allowed up to there.
         """
-        node, taken = 0, 0
-        children = _children(parents)
-        self.was_corrected = False
-        while not self.was_corrected:
-            choice = choices[node]
-            if choice in self._ends or not self.matcher.accept(choice):
-                self.was_corrected = True
-                self._visit(node, tokens, children, masks)
-                break
-            taken += 1
-            following = [child for child in children[node] if tokens[child] == choice]
-            if not following:
-                break
-            node = following[0]
-        self.matcher.rollback(taken)
+        path = [0]
+        while (child := _child(tokens, parents, path[-1], choices[path[-1]])) is not None:
+            path.append(child)
+        chosen = [choices[node] for node in path]
+        end = next((i for i, token in enumerate(chosen) if token in self._ends), len(chosen))
+        num_allowed = self.matcher.num_allowed(chosen[:end])
+        self.was_corrected = num_allowed < len(chosen)
+        if self.was_corrected:
+            for token in chosen[:num_allowed]:
+                self.matcher.accept(token)
+            self._visit(path[num_allowed], tokens, _children(parents), masks)
+            self.matcher.rollback(num_allowed)
         return self.was_corrected
 
     def fill_tree(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
@@ -195,6 +195,12 @@ class Constraint:
                 for token in ids:
                     bit = np.int32(np.uint32(1 << token % 32).view(np.int32))
                     mask[token // 32] = mask[token // 32] | bit if is_set else mask[token // 32] & ~bit
+
+
+def _child(tokens: Sequence[int], parents: Sequence[int], node: int, token: int) -> int | None:
+    """Return the child of `node` that holds `token`, if it has one."""
+    following = range(node + 1, len(tokens))
+    return next((i for i in following if tokens[i] == token and parents[i] == node), None)
 
 
 def _children(parents: Sequence[int]) -> list[list[int]]:

@@ -112,6 +112,9 @@ class LLGMatcher:
     def accept(self, token: int) -> bool:
         return self.library.try_consume_tokens([token]) == 1
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        return self.library.validate_tokens(list(tokens))
+
     def rollback(self, num: int) -> None:
         self.library.rollback(num)
 

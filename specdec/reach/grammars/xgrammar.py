@@ -1,6 +1,7 @@
 """Matchers of xgrammar (extra "xgrammar"): pushdown automata with masks made when a grammar is compiled."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,11 @@ class XGMatcher:
 
     def accept(self, token: int) -> bool:
         return self._matcher.accept_token(token)
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        taken = next((i for i, token in enumerate(tokens) if not self._matcher.accept_token(token)), len(tokens))
+        self._matcher.rollback(taken)
+        return taken
 
     def rollback(self, num: int) -> None:
         self._matcher.rollback(num)
