@@ -197,6 +197,37 @@ HUB = SimpleNamespace(
 )
 
 
+@torch.no_grad()
+def compressed(model: Any, folder: Any, is_fp8: bool) -> None:
+    """Write `model` as compressed-tensors does: W4A16 in groups of 64, or FP8 by channel and by row."""
+    from compressed_tensors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+
+    if is_fp8:
+        rows = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True)
+        weights = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    else:
+        rows, weights = None, QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=64)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=rows)
+    kind = "float-quantized" if is_fp8 else "pack-quantized"
+    apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], format=kind))
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            groups = module.weight.unflatten(1, (module.weight_scale.shape[1], -1))
+            module.weight_scale.copy_(groups.abs().amax(-1) / (448 if is_fp8 else 7))
+            module.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder, state_dict=model.state_dict())
+    compressor.update_config(folder)
+
+
 def quantised(model: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
     """Replace the linear layers of `model` below its output head, in place."""
     for name, module in list(model.named_modules()):

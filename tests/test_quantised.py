@@ -33,7 +33,7 @@ WAYS = {
     "tree": {**TREE, "cuda_graph": False},
     "compiled": {**CHAIN, **GRAPHS, "compile": True, "compiler": "eager"},
 }
-KINDS = ("nf4", "int8", "torchao", "quanto", "fp8", "gptq", "awq")
+KINDS = ("nf4", "int8", "torchao", "quanto", "fp8", "gptq", "awq", "w4a16", "w8a8")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -57,6 +57,12 @@ def load(folder, kind, threshold=0.0, dtype=torch.float32):
     if kind in ("fp8", "gptq", "awq"):
         model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
         return quantised_models.quantised(model, getattr(quantised_models, kind)).to(DEVICE)
+    if kind in ("w4a16", "w8a8"):
+        pytest.importorskip("compressed_tensors")
+        into = folder.parent / kind
+        if not into.exists():
+            quantised_models.compressed(LlamaForCausalLM.from_pretrained(folder), into, is_fp8=kind == "w8a8")
+        return AutoModelForCausalLM.from_pretrained(into, dtype=dtype).to(DEVICE)
     if kind in ("nf4", "int8"):
         pytest.importorskip("bitsandbytes")
         ways = {
@@ -103,9 +109,7 @@ def test_text_of_experts_is_that_of_generate(kind, way):
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_that_of_generate(folder, kind, way):
     model, settings = load(folder, kind), dict(WAYS[way])
-    count = (
-        8 if kind == "fp8" else 16
-    )  # it rounds rows: texts part where two tokens are as likely, as in any W8A8 model
+    count = {"fp8": 8, "w8a8": 3}.get(kind, 16)  # those round rows: texts part where two tokens are as likely
     expected = [greedy(model, p, count) for p in ragged_prompts()]
     draft = random_draft(model, "eagle3").to(DEVICE) if settings["num_steps"] else None
     if draft is None:
@@ -133,17 +137,20 @@ def by_ops(monkeypatch):
 
 
 @pytest.mark.filterwarnings("error:.*uncompiled")
-@pytest.mark.parametrize(("kind", "op"), [("fp8", "fp8_linear"), ("gptq", "packed_linear"), ("awq", "packed_linear")])
-def test_layers_are_of_our_ops(folder, kind, op, by_ops):
+@pytest.mark.parametrize("kind", ["fp8", "gptq", "awq", "w4a16"])
+def test_layers_are_of_our_ops(folder, kind, by_ops):
     """Q, K and V are one product of a layer, gate and up another; text stays, live and compiled, and weights are read
     again after they were written."""
     model = load(folder, kind, dtype=torch.bfloat16)
     with specdec.attach(model, max_batch=3, max_seq_len=64, compile=True, compiler="eager") as engine:
-        rounded = [by_ops[name] for name in ("quantise", "rms_norm_fp8", "add_rms_norm_fp8")]
-        assert (by_ops[op], by_ops["gated"], rounded) == (16, 4, [8, 1, 7] if kind == "fp8" else [0, 0, 0])
+        names = ("fp8_linear", "packed_linear", "gated", "quantise", "rms_norm_fp8", "add_rms_norm_fp8")
+        assert [by_ops[name] for name in names] == ([16, 0, 4, 8, 1, 7] if kind == "fp8" else [0, 16, 4, 0, 0, 0])
         compiled = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
         assert compiled == [greedy(model, p, 5) for p in ragged_prompts()[:2]]
-        model.model.layers[0].mlp.down_proj.scales.mul_(-8) if kind != "fp8" else None
+        layer = model.model.layers[0].mlp.down_proj
+        written = {"w4a16": ("weight", "weight_scale"), "fp8": ()}.get(kind, ("scales",))
+        with torch.no_grad():
+            [getattr(layer, name).mul_(-8) for name in written]
         again = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
         assert again == [greedy(model, p, 5) for p in ragged_prompts()[:2]]
         assert (again == compiled) == (kind == "fp8")

@@ -111,6 +111,23 @@ def _readers(layer: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
             yield from (partial(_read_gptq, layer, dtype, missing) for missing in MISSING)
         elif layer.qweight.shape == (K, N // 8):
             yield partial(_read_awq, layer, dtype)
+    elif _has_scheme(layer) and dtype in MAGIC and takes(N, K, K // layer.weight_scale.shape[-1]):
+        yield partial(_read_rounded, layer, dtype)
+
+
+def _read_rounded(layer: Any, dtype: torch.dtype) -> Packed:
+    """Read a layer of compressed-tensors after it was decompressed: multiples of its scales [N, K / G]."""
+    scales = layer.weight_scale
+    values = layer.weight.float() / scales.float().repeat_interleave(layer.in_features // scales.shape[1], 1)
+    return Packed(*pack((values.round() + 8).clamp(0, 15), scales.to(dtype)))
+
+
+def _has_scheme(layer: Any) -> bool:
+    """Return whether `layer` is one of compressed-tensors with 4-bit symmetric weights and plain rows."""
+    scheme = getattr(layer, "quantization_scheme", None)
+    weights = getattr(scheme, "weights", None)
+    is_plain = scheme is not None and scheme.input_activations is None and hasattr(layer, "weight_scale")
+    return is_plain and weights is not None and weights.num_bits == 4 and str(weights.type).endswith("int")
 
 
 def _read_gptq(layer: Any, dtype: torch.dtype, missing: int) -> Packed:

@@ -26,12 +26,12 @@ SPREAD = 0.6  # of the outputs of a stand-in, for inputs of spread 1
 
 
 def is_quantised_linear(module: nn.Module) -> bool:
-    """Return whether `module` is a linear layer with packed weights: of a known class, or with a weight that is a
-    tensor subclass of torchao."""
+    """Return whether `module` is a linear layer with packed weights: of a known class, with a scheme of
+    compressed-tensors, or with a weight that is a tensor subclass of torchao."""
     weight = module._parameters.get("weight")
     is_known = is_kind(module, *LINEARS) and not is_kind(module, *OTHERS)
-    is_wrapped = isinstance(module, nn.Linear) and weight is not None and is_traceable_wrapper_subclass(weight)
-    return is_known or is_wrapped
+    is_wrapped = weight is not None and is_traceable_wrapper_subclass(weight)
+    return is_known or (isinstance(module, nn.Linear) and (is_wrapped or hasattr(module, "quantization_scheme")))
 
 
 def is_kind(module: Any, *names: str) -> bool:
@@ -85,8 +85,14 @@ def has_blocks(module: Any) -> bool:
 @torch.no_grad()
 def pack(model: PreTrainedModel) -> None:
     """Let quantised layers do what they do in their first forward: bitsandbytes packs weights for a CPU then, and must
-    not do so within `torch.inference_mode`."""
+    not do so within `torch.inference_mode`; compressed-tensors decompresses all weights."""
     like = model.get_input_embeddings().weight
+    if any(hasattr(module, "quantization_scheme") for module in model.modules()):
+        from compressed_tensors.offload import remove_dispatch
+
+        if hasattr(model, "ct_decompress_hook"):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=like.device), use_cache=False)
+        remove_dispatch(model)  # what it has dispatched to where it is: the parameters become plain again
     for layer in quantised_linears(model):
         layer(torch.zeros(1, layer.in_features, dtype=like.dtype, device=like.device))
 
