@@ -58,8 +58,8 @@ def without_the_hub() -> Iterator[None]:
 @torch.no_grad()
 def fp8(linear: nn.Linear) -> nn.Module:
     """Return `linear` in blocks of 128 x 128."""
-    layer = FP8Linear(linear.in_features, linear.out_features, (128, 128), has_bias=linear.bias is not None)
-    layer = layer.to(linear.weight.device)
+    with torch.device("meta"):
+        layer = FP8Linear(linear.in_features, linear.out_features, (128, 128), has_bias=linear.bias is not None)
     N, K = linear.weight.shape
     padded = F.pad(linear.weight.float(), (0, 0, 0, -N % 128)).view(-1, 128, K // 128, 128)
     scales = (padded.abs().amax((1, 3)) / 448).clamp(min=1e-12)
@@ -129,7 +129,8 @@ def fp8_experts(model: Any) -> Any:
     """Put the experts of `model` into transformers' FP8 modules, in place."""
     for name, module in list(model.named_modules()):
         if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            layer = EXPERTS_IN_FP8(module.config, (128, 128)).to(module.gate_up_proj.device)
+            with torch.device("meta"):
+                layer = EXPERTS_IN_FP8(module.config, (128, 128))
             for which in ("gate_up_proj", "down_proj"):
                 parts = [fp8(_linear(weight)) for weight in getattr(module, which)]
                 for suffix, own in (("", "weight"), ("_scale_inv", "weight_scale_inv")):
