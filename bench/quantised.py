@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,10 +50,7 @@ def main() -> None:
     """Compare, then time engine by engine."""
     args = arguments()
     rows: list[dict[str, Any]] = []
-    for row in checks():
-        print(row, flush=True)
-        rows.append(row)
-    for row in products(args.tiles) if DEVICE == "cuda" else ():
+    for row in [] if args.no_products else chain(checks(), products(args.tiles) if DEVICE == "cuda" else ()):
         print(row, flush=True)
         rows.append(row)
     for row in experts() if "mxfp4" in args.forms else ():
@@ -241,6 +239,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=65)
     parser.add_argument("--tiles", action="store_true", help="time products with several tiles, too")
+    parser.add_argument("--no-products", action="store_true", help="leave out what comes before engines")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()
 
