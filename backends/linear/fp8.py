@@ -57,8 +57,8 @@ def fp8_linear(
 
 def quantise_twin(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `quantise`."""
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
-    scales = (blocks.abs().amax(-1) / LARGEST).clamp(min=LEAST)
+    blocks, largest = x.float().unflatten(-1, (-1, BLOCK)), torch.full((), LARGEST, device=x.device)
+    scales = (blocks.abs().amax(-1) / largest).clamp(min=LEAST)  # by a number, CUDA multiplies by its reciprocal
     return (blocks / scales.unsqueeze(-1)).flatten(-2).to(DTYPE), scales
 
 
