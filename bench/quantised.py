@@ -3,9 +3,9 @@
 Rows are plain steps and rounds of S=3 with imposed acceptance, through `generate`: ms of a launch without the first
 token, the median of three calls. bf16; FP8 blocks in transformers' own modules, whose kernel from the Hub arithmetic in
 torch stands in for; int4 groups of 128 in modules with gptqmodel's tensors, of which `own` rows run their own forward,
-which is in torch; MXFP4 experts of GPT-OSS-20B's shape in transformers' modules. First, kernels are compared with their
-twins on a layer's shapes, rows alone with rows together, and timed; with `--tiles` each product by several tiles. The
-last line is one JSON object.
+which is in torch; NF4 in modules with bitsandbytes' tensors; MXFP4 experts of GPT-OSS-20B's shape in transformers'
+modules. First, kernels are compared with their twins on a layer's shapes, rows alone with rows together, and timed;
+with `--tiles` each product by several tiles. The last line is one JSON object.
 """
 
 import argparse
@@ -39,7 +39,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "3:1:4": {"num_steps": 3, "synthetic_acceptance": acceptance_rates(3)},
 }
-MAKE = {"fp8": quantised_models.fp8, "int4": quantised_models.gptq}
+MAKE = {"fp8": quantised_models.fp8, "int4": quantised_models.gptq, "nf4": quantised_models.nf4}
 GPT_OSS = "gpt-oss-20b"
 PRODUCTS = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336))}
 PRODUCTS |= {"down": (14336, (4096,))}
@@ -114,6 +114,8 @@ def weights(form: str, K: int, sizes: tuple[int, ...]) -> tuple[list[torch.Tenso
         made = [torch.randn(N, K, device=DEVICE).to(torch.float8_e4m3fn) for N in sizes]
         return made, [torch.rand(-(-N // 128), K // 128, device=DEVICE) * 0.01 for N in sizes]
     words = [torch.randint(-(2**31), 2**31, (K // 128, N, 16), device=DEVICE).int() for N in sizes]
+    if form == "nf4":
+        return words, [torch.rand(K // 64, N, device=DEVICE) * 0.01 for N in sizes]
     scales = [torch.rand(N, K // 128, device=DEVICE).bfloat16() * 0.01 for N in sizes]
     return words, [packed.pack(torch.zeros(N, K, device=DEVICE), s)[1] for N, s in zip(sizes, scales, strict=True)]
 
@@ -166,7 +168,7 @@ def checks() -> Iterator[dict[str, Any]]:
 
 def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
     """Yield the microseconds of every product, and its TB/s; with several tiles, or with that which is chosen."""
-    for form, module in (("fp8", fp8_kernels), ("int4", packed_kernels)):
+    for form, module in (("fp8", fp8_kernels), ("int4", packed_kernels), ("nf4", packed_kernels)):
         for name, (K, sizes) in PRODUCTS.items():
             activation = "silu" if name == "gate_up" else ""
             one = weights(form, K, sizes)
@@ -235,7 +237,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
-    parser.add_argument("--forms", default="bf16,fp8,int4,mxfp4")
+    parser.add_argument("--forms", default="bf16,fp8,int4,nf4,mxfp4")
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=65)
     parser.add_argument("--tiles", action="store_true", help="time products with several tiles, too")

@@ -170,6 +170,7 @@ def compile_quantised(num_rows: int, K: int, dtype: torch.dtype) -> None:
             packed.packed_linear(
                 x, words, [torch.zeros(K // group, N, dtype=torch.int32) for N in sizes], bias, activation
             )
+        packed.packed_linear(x, words, [torch.zeros(K // 64, N) for N in sizes], bias, activation)
         weights = [torch.zeros(N, K, dtype=torch.float8_e4m3fn) for N in sizes]
         scales = [torch.zeros(1, K // 128) for N in sizes]
         if driver.active.get_current_target().arch >= 89:

@@ -4,6 +4,7 @@ tensors, names and arithmetic of gptqmodel's, which needs another torch than our
 FP8 modules multiply by a kernel from the Hub, which `without_the_hub` replaces by its arithmetic in torch.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
@@ -21,6 +22,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_pack
 from specdec.backends.experts.quantised import grouped_fp8_twin
 from specdec.backends.gates import swigluoai
 from specdec.backends.linear.fp8 import fp8_linear_twin, quantise_twin
+from specdec.backends.linear.packed import NF4, NF4_GROUP
 
 EXPERTS_IN_FP8 = use_experts_implementation(  # as transformers makes it of a model that it loads
     type("FP8Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS
@@ -112,6 +114,33 @@ def _unpacked(words: torch.Tensor, columns: Any) -> torch.Tensor:
     for column, shift in zip(columns, SHIFTS, strict=True):
         parts[..., column] = words >> shift & 15
     return parts.flatten(1)
+
+
+class Linear4bit(nn.Module):
+    """NF4 with the tensors and names of bitsandbytes, and its arithmetic in torch."""
+
+    compute_dtype = None
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.out_features, self.in_features = linear.weight.shape
+        groups = linear.weight.detach().float().view(-1, NF4_GROUP)
+        scales = groups.abs().amax(1)
+        edges = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(NF4)], device=groups.device)
+        values = torch.bucketize(groups / scales.unsqueeze(1), edges).to(torch.uint8).view(-1, 2)
+        self.weight = nn.Parameter(values[:, :1] << 4 | values[:, 1:], requires_grad=False)
+        self.weight.quant_state = SimpleNamespace(absmax=scales, nested=False, quant_type="nf4", blocksize=NF4_GROUP)
+        self.register_buffer("bias", linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = torch.tensor(NF4, device=x.device)[torch.cat([self.weight >> 4, self.weight & 15], 1).int()]
+        weight = codes.view(-1, NF4_GROUP) * self.weight.quant_state.absmax.to(x.device).unsqueeze(1)
+        return F.linear(x, weight.view(self.out_features, -1).to(x.dtype), self.bias)
+
+
+def nf4(linear: nn.Linear) -> nn.Module:
+    """Return `linear` in NF4."""
+    return Linear4bit(linear)
 
 
 def gptq(linear: nn.Linear, group: int = 128) -> nn.Module:

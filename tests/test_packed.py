@@ -1,5 +1,7 @@
 """Products with quantised weights: ops, twins, kernels, and bits that depend on a row alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from specdec.backends.triton.experts.quantised import grouped
 from specdec.backends.triton.linear import fp8 as fp8_kernels
 from specdec.backends.triton.linear import norms
 from specdec.backends.triton.linear import packed as packed_kernels
+from specdec.reach.targets.adapters.quantised import _read_nf4
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = 2**-5  # of several roundings; the interpreter rounds bf16 to zero
@@ -40,6 +43,16 @@ def test_packed_weights_are_what_was_packed(group, dtype):
     assert packed.packed_linear(x, [words], [packed_scales], []).equal(F.linear(x, expected))
 
 
+def test_nf4_is_what_bitsandbytes_reads():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = random(16, 256, dtype=torch.float32)
+    for is_nested in (False, True):
+        data, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=is_nested)
+        layer = SimpleNamespace(weight=SimpleNamespace(data=data, quant_state=state), out_features=16, in_features=256)
+        theirs = functional.dequantize_4bit(data, state)
+        torch.testing.assert_close(packed.unpack(*_read_nf4(layer), torch.float32), theirs, rtol=1e-6, atol=1e-6)
+
+
 def close(ours, theirs, bits):
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=bits, atol=bits * float(theirs.float().std()))
 
@@ -52,6 +65,8 @@ def test_packed_products_equal_their_twin(num_rows, K, group, dtype, activation)
     sizes = (48, 48) if activation else (48, 16, 80)
     layers = [int4(N, K, group, dtype, has_zeros=True, seed=N + i) for i, N in enumerate(sizes)]
     words, scales = zip(*(packed.pack(*layer) for layer in layers), strict=True)
+    if group == 64:
+        words, scales = zip(*(packed.pack_nf4(*layer[:2]) for layer in layers), strict=True)
     bias = [random(N, dtype=dtype) for N in sizes]
     x = random(num_rows, K, dtype=dtype)
     for added in ([], bias):

@@ -14,6 +14,13 @@ from specdec.backends.linear import aligned_rows, has_kernels
 
 BLOCK, NUM_WORDS = 128, 16  # features of a block, and the words that hold them
 GROUPS = (32, 64)  # features of one scale; or a multiple of BLOCK
+NF4_GROUP = 64  # features of one scale
+# The codes of NF4 (QLoRA, arXiv:2305.14314, appendix E), quantiles of a normal distribution.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 MAGIC = {torch.bfloat16: 128, torch.float16: 1024}  # the first numbers whose last digit counts ones
 
 
@@ -26,8 +33,8 @@ def packed_linear(
 ) -> torch.Tensor:
     """Return x @ W.T [..., sum of N] for up to three weights, one after another, plus bias, rounded twice.
 
-    x: [..., K], bf16 or fp16. words, scales: from `pack`, of x's dtype, with groups of one size. W is rounded to x's
-    dtype. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
+    x: [..., K], bf16 or fp16. words, scales: from `pack`, of x's dtype, with groups of one size, or from `pack_nf4`. W
+    is rounded to x's dtype. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
     """
     return torch.ops.specdec.packed_linear.default(x, words, scales, bias, activation)
 
@@ -45,21 +52,35 @@ def pack(
     values: [N, K] of 0..15; scales: [N, K / G], bf16 or fp16; zeros: [N, K / G], default 8. Word c of a block has
     element 16 * j + c at bits 4 * j. A scale's word has its bits, and above them those of -(MAGIC + zero).
     """
-    (N, K), num_groups = values.shape, scales.shape[1]
-    nibbles = values.to(torch.int32).view(N, K // BLOCK, 8, NUM_WORDS)
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device).view(1, 1, 8, 1)
-    words = (nibbles << shifts).sum(2, dtype=torch.int32).transpose(0, 1).contiguous()
     zeros = torch.full_like(scales, 8) if zeros is None else zeros.to(scales.dtype)
     offsets = (-(MAGIC[scales.dtype] + zeros.float())).to(scales.dtype)
     bits = [t.contiguous().view(torch.int16).to(torch.int32) for t in (scales, offsets)]
-    return words, (bits[0] & 0xFFFF | bits[1] << 16).view(N, num_groups).T.contiguous()
+    return _words(values), (bits[0] & 0xFFFF | bits[1] << 16).view(scales.shape).T.contiguous()
+
+
+def pack_nf4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the layout of weights NF4[values] * scales: words as of `pack`, and scales [K / 64, N] float32.
+
+    values: [N, K] of 0..15; scales: [N, K / 64].
+    """
+    return _words(values), scales.float().T.contiguous()
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    """Return the words [K / 128, N, 16] of values [N, K]."""
+    nibbles = values.to(torch.int32).view(len(values), -1, 8, NUM_WORDS)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device).view(1, 1, 8, 1)
+    return (nibbles << shifts).sum(2, dtype=torch.int32).transpose(0, 1).contiguous()
 
 
 def unpack(words: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights [N, K] of `pack`, rounded to `dtype`, which its scales had."""
+    """Return the weights [N, K] of `pack` or `pack_nf4`, rounded to `dtype`, which scales of the former had."""
     num_blocks, N, _ = words.shape
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(1, 1, 8, 1)
     values = (words.unsqueeze(2) >> shifts & 15).transpose(0, 1).reshape(N, num_blocks * BLOCK)
+    if scales.dtype == torch.float32:
+        codes = torch.tensor(NF4, device=words.device)[values]
+        return (codes * scales.T.repeat_interleave(NF4_GROUP, 1)).to(dtype)
     halves = scales.T.contiguous().view(torch.int16).view(dtype).view(N, -1, 2).float()
     scale, offset = halves.repeat_interleave(values.shape[1] // scales.shape[0], 1).unbind(-1)
     return ((values.float() + MAGIC[dtype] + offset) * scale).to(dtype)

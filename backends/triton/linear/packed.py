@@ -18,7 +18,7 @@ from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import both, filled, finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
-from specdec.backends.triton.linear.unpack import unpacked
+from specdec.backends.triton.linear.unpack import unpacked, unpacked_nf4
 
 
 @triton.jit
@@ -38,7 +38,11 @@ def _weights(words, scales, n, is_inside, block, size, GROUP: tl.constexpr, DTYP
         s1 = tl.load(at + size, mask=inside, other=0)
         s2 = tl.load(at + 2 * size, mask=inside, other=0)
         s3 = tl.load(at + 3 * size, mask=inside, other=0)
-    return unpacked(packed, s0, s1, s2, s3, DTYPE, UPCAST)
+    if scales.dtype.element_ty == tl.float32:
+        w = unpacked_nf4(packed, s0, s2, DTYPE, UPCAST)
+    else:
+        w = unpacked(packed, s0, s1, s2, s3, DTYPE, UPCAST)
+    return w
 
 
 @triton.jit

@@ -4,8 +4,12 @@ A word has element 16 * j + c of a block of 128 at bits 4 * j, for its column c 
 16 features at a time, takes nibble j of the same words for each j in turn.
 """
 
+import struct
+
 import triton
 import triton.language as tl
+
+from specdec.backends.linear.packed import NF4
 
 
 def _assembly(kind: str, magic: int, one: int) -> str:
@@ -46,11 +50,35 @@ def _assembly_of_mxfp4() -> str:
     return f"{{ .reg .b32 lo, hi, sign, v, scale<4>, none; {'; '.join(steps)}; }}"
 
 
+def _assembly_of_nf4(kind: str) -> str:
+    """Return what makes eight pairs of 16-bit weights of two words of NF4, and of two fp32 scales of each half of them.
+
+    Lane i of a warp has code i % 16; a shuffle looks a nibble up, whatever is above it. The product is rounded once.
+    """
+    tree = [f"0x{bits:08X}" for bits in struct.unpack("16I", struct.pack("16f", *NF4))]
+    steps = ["mov.u32 at, %laneid"]
+    for level in range(4):
+        steps += [f"and.b32 low, at, {1 << level}", f"setp.ne.u32 p{level}, low, 0"]
+        names = [f"t{level}_{i}" for i in range(len(tree) // 2)]
+        steps += [f"selp.b32 {t}, {tree[2 * i + 1]}, {tree[2 * i]}, p{level}" for i, t in enumerate(names)]
+        tree = names
+    for j in range(8):
+        for word, scale, value in (("$8", f"${10 + j // 4 * 2}", "low"), ("$9", f"${11 + j // 4 * 2}", "high")):
+            steps += [f"shr.u32 at, {word}, {4 * j}", f"shfl.sync.idx.b32 {value}, {tree[0]}, at, 31, -1"]
+            steps.append(f"mul.f32 {value}, {value}, {scale}")
+        steps.append(f"cvt.rn.{kind}x2.f32 ${j}, high, low")
+    registers = ", ".join(f"t{level}_<{8 >> level}>" for level in range(4))
+    return f"{{ .reg .b32 at, low, high, {registers}; .reg .pred p<4>; {'; '.join(steps)}; }}"
+
+
 OPERANDS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r" + 10 * ",r")
 INT4_BF16, INT4_FP16 = tl.constexpr(_assembly("bf16", 0x4300, 0x3F80)), tl.constexpr(_assembly("f16", 0x6400, 0x3C00))
 BF16, FP16 = tl.constexpr((tl.bfloat16,) * 8), tl.constexpr((tl.float16,) * 8)
 
 
+NF4_BF16, NF4_FP16 = tl.constexpr(_assembly_of_nf4("bf16")), tl.constexpr(_assembly_of_nf4("f16"))
+CODES = tl.constexpr(NF4)
+OPERANDS_OF_NF4 = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r")
 MXFP4, OPERANDS_OF_MXFP4 = tl.constexpr(_assembly_of_mxfp4()), tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 
 
@@ -111,4 +139,31 @@ def unpacked_mxfp4(words, exponents, UPCAST: tl.constexpr):
     else:
         args = [words, exponents]
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(MXFP4, OPERANDS_OF_MXFP4, args, BF16, True, 2)
+    return _in_order(a, b, c, d, e, f, g, h, N)
+
+
+@triton.jit
+def _code(words, scales, DTYPE: tl.constexpr, J: tl.constexpr):
+    """Return weights of nibble J of each word, as the assembly does."""
+    nibble, code = words >> (4 * J) & 15, tl.zeros(words.shape, tl.float32)
+    for i in tl.static_range(16):
+        code = tl.where(nibble == i, CODES[i], code)
+    return (code * scales).to(DTYPE)
+
+
+@triton.jit
+def unpacked_nf4(words, s0, s1, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Return weights [N, 128] of words [N, 16] int32 of NF4 and the scales [N, 1] fp32 of each 64."""
+    N: tl.constexpr = words.shape[0]
+    if UPCAST:
+        a, b = _code(words, s0, DTYPE, 0), _code(words, s0, DTYPE, 1)
+        c, d = _code(words, s0, DTYPE, 2), _code(words, s0, DTYPE, 3)
+        e, f = _code(words, s1, DTYPE, 4), _code(words, s1, DTYPE, 5)
+        g, h = _code(words, s1, DTYPE, 6), _code(words, s1, DTYPE, 7)
+    else:
+        IS_BF16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
+        assembly: tl.constexpr = NF4_BF16 if IS_BF16 else NF4_FP16
+        dtypes: tl.constexpr = BF16 if IS_BF16 else FP16
+        args = [words, s0, s1]
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(assembly, OPERANDS_OF_NF4, args, dtypes, True, 2)
     return _in_order(a, b, c, d, e, f, g, h, N)

@@ -16,7 +16,7 @@ from torch import nn
 from specdec.backends.differences import SEED, bound, distance
 from specdec.backends.linear import has_kernels
 from specdec.backends.linear.fp8 import fp8_linear, quantise
-from specdec.backends.linear.packed import MAGIC, pack, packed_linear, takes
+from specdec.backends.linear.packed import MAGIC, NF4_GROUP, pack, pack_nf4, packed_linear, takes
 from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.admission.quantised import has_blocks, is_kind, is_stand_in, quantised_linears
 
@@ -111,8 +111,28 @@ def _readers(layer: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
             yield from (partial(_read_gptq, layer, dtype, missing) for missing in MISSING)
         elif layer.qweight.shape == (K, N // 8):
             yield partial(_read_awq, layer, dtype)
+    elif is_kind(layer, "Linear4bit") and dtype in MAGIC and takes(N, K, NF4_GROUP) and _is_nf4(layer, dtype):
+        yield partial(_read_nf4, layer)
     elif _has_scheme(layer) and dtype in MAGIC and takes(N, K, K // layer.weight_scale.shape[-1]):
         yield partial(_read_rounded, layer, dtype)
+
+
+def _is_nf4(layer: Any, dtype: torch.dtype) -> bool:
+    """Return whether a layer of bitsandbytes has NF4 of 64 features a scale, and computes in `dtype`."""
+    state = layer.weight.quant_state
+    return (state.quant_type, state.blocksize) == ("nf4", NF4_GROUP) and layer.compute_dtype in (None, dtype)
+
+
+def _read_nf4(layer: Any) -> Packed:
+    """Read bitsandbytes' layout: bytes of two features, the upper half first, in the order of rows."""
+    state, data = layer.weight.quant_state, layer.weight.data.reshape(-1)
+    scales = state.absmax
+    if state.nested:
+        from bitsandbytes.functional import dequantize_blockwise
+
+        scales = dequantize_blockwise(scales, state.state2) + state.offset
+    values = torch.stack([data >> 4, data & 15], -1).view(layer.out_features, layer.in_features)
+    return Packed(*pack_nf4(values, scales.view(layer.out_features, -1)))
 
 
 def _read_rounded(layer: Any, dtype: torch.dtype) -> Packed:

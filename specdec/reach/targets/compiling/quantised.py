@@ -40,7 +40,7 @@ def join_quantised(graph: fx.GraphModule) -> None:
         weights, scales, bias = _operands(node)
         group = value(weights[0]).shape[0] // value(scales[0]).shape[0] if node.target is PACKED else 0
         source = _viewed(node.args[0]) if node.target is PACKED else node.args[0]
-        alike[source, group, bool(bias)].append(node)
+        alike[source, group, value(scales[0]).dtype, bool(bias)].append(node)
     for nodes in alike.values():
         if 1 < len(nodes) <= MOST_PARTS:
             _join(graph.graph, nodes)
