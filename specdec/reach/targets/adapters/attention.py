@@ -61,11 +61,20 @@ AttentionInterface.register("specdec", route_attention)
 
 
 class Attention:
-    """The attention calls of `model`. own: the modules that attend in their own method, with its form."""
+    """The attention calls of `model`. own: the modules that attend in their own method, with its form.
+
+    Modules with an `indexer` attend to the `index_topk` tokens that it picks (DeepSeek Sparse Attention,
+    arXiv:2512.02556): to all of them in texts that are no longer, see `shape.position_limit`, and those are all that is
+    served. So indexers compute nothing.
+    """
 
     def __init__(self, model: nn.Module):
         self._model, self._configs = model, ConfigViews(model.modules(), "specdec")
         self.own = {module: form for module in model.modules() if (form := _form(module)) is not None}
+        sparse = [m for m in model.modules() if hasattr(getattr(m, "indexer", None), "index_topk")]
+        self._dense: list[tuple[dict[str, Any], str, Any]]
+        self._dense = [(vars(m), "forward", partial(_with_mask, m.forward)) for m in sparse]
+        self._dense += [(vars(m.indexer), "forward", _every_token) for m in sparse]
 
     def routed(self) -> AbstractContextManager[None]:
         """Route attention calls through our op within the context."""
@@ -79,8 +88,21 @@ class Attention:
     def _answered(self, configs: ConfigViews, attend: Attend) -> Iterator[None]:
         own = {module: partial(attend, module, **form.known(module)) for module, form in self.own.items()}
         methods = ((vars(m), METHOD, partial(_attend, self.own[m], answer)) for m, answer in own.items())
-        with replaced(methods), configs.shown():
+        with replaced([*methods, *self._dense]), configs.shown():
             yield
+
+
+def _every_token(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Answer for an indexer: no choice."""
+    return hidden_states.new_empty(0, dtype=torch.int32)
+
+
+def _with_mask(
+    forward: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, attention_mask: Any = None, **kw: Any
+) -> Any:
+    """Call a module's forward with a mask [1, 1, 1, 1], of which it gives its indexer a part."""
+    mask = hidden_states.new_zeros(1) if attention_mask is None else attention_mask
+    return forward(hidden_states, *args, attention_mask=mask.view(1, 1, 1, 1) if mask.numel() == 1 else mask, **kw)
 
 
 def _form(module: nn.Module) -> Form | None:

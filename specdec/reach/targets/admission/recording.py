@@ -114,7 +114,7 @@ def record_attention(
     problems = [
         f"attention takes a tensor {name!r} that we do not know"
         for name, value in kw.items()
-        if isinstance(value, torch.Tensor) and name not in HARMLESS_TENSORS
+        if isinstance(value, torch.Tensor) and value.numel() and name not in HARMLESS_TENSORS
     ]
     if k.shape[2] != q.shape[2]:
         problems.append(f"keys cover {k.shape[2]} positions for {q.shape[2]} queries (compressed or cached keys)")
