@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests check
-# models kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
+# models loaded kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
 # OUT, the end of every log is printed, and what fails does not stop the rest.
 set -u
 export PYTHONPATH="${PYTHONPATH:-}:." PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -44,6 +44,12 @@ models() { # without transformers' own generate; a first attach takes up to two 
     latency 35b-a3b 260 plain,3:1:4 --algo nextn
     latency qwen3-next-12 160 plain,3:1:4 --algo nextn
     latency 30b-a3b 170 plain,3:1:4
+}
+
+loaded() { # models as people load them: quantised, with adapters, with images
+    timed quantised 230 40 python3 bench/quantised.py --out "$out"
+    timed adapters 150 9 python3 bench/adapters.py --out "$out"
+    timed images 100 12 python3 bench/images.py --out "$out"
 }
 
 kernels() {
