@@ -21,6 +21,7 @@ class Placement(NamedTuple):
     qo_indptr: torch.Tensor
     tail_positions: torch.Tensor | None = None
     path_slots: torch.Tensor | None = None
+    rotary: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class MetadataBuilder:
         depths: torch.Tensor | None = None,
         tail_depths: torch.Tensor | None = None,
         ancestor_bits: torch.Tensor | None = None,
+        rope_deltas: torch.Tensor | None = None,
     ) -> AttentionMetadata:
         """Build the metadata of a forward with `q_len` new tail nodes per request, numbered from `first_node`.
 
         slot_table [num_rows, width] int32; rows, prefix_lens [bs] int64; depths [bs, q_len]: distance of each query
         from the end of the prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for
-        all tail nodes; ancestor_bits [bs, q_len, W] int64, or None for a chain, which is causal.
+        all tail nodes; ancestor_bits [bs, q_len, W] int64, or None for a chain, which is causal; rope_deltas [num_rows]
+        int64: what is added to positions of a row before they rotate.
         """
         if q_len < 1 or rows.shape != prefix_lens.shape or rows.dim() != 1:
             raise ValueError(
@@ -56,7 +59,8 @@ class MetadataBuilder:
                 "at least 1, and a row and a length for each request"
             )
         bits = None if ancestor_bits is None else ancestor_bits.contiguous()
-        placement = self.uniform_placement(slot_table, rows, prefix_lens, q_len, first_node, depths, tail_depths, bits)
+        where = slot_table, rows, prefix_lens
+        placement = self.uniform_placement(*where, q_len, first_node, depths, tail_depths, bits, rope_deltas)
         return AttentionMetadata(
             mode=mode,
             slot_table=slot_table,
@@ -157,6 +161,7 @@ def uniform_placement(
     depths: torch.Tensor | None,
     tail_depths: torch.Tensor | None,
     ancestor_bits: torch.Tensor | None,
+    rope_deltas: torch.Tensor | None = None,
 ) -> Placement:
     """Compute the placement of `MetadataBuilder.uniform`, which describes the arguments."""
     bs, path_slots = rows.shape[0], None
@@ -176,6 +181,7 @@ def uniform_placement(
         qo_indptr=torch.arange(0, (bs + 1) * q_len, q_len, dtype=torch.int32, device=prefix_lens.device),
         tail_positions=None if tail_depths is None else start + tail_depths,
         path_slots=path_slots,
+        rotary=None if rope_deltas is None else (positions + rope_deltas[rows].unsqueeze(1)).expand(bs, -1).reshape(-1),
     )
 
 

@@ -81,13 +81,6 @@ class ForwardContext:
         """Within it, adapted layers find the adapter of each token, in a forward of `metadata`."""
         return nullcontext() if self.adapters is None else adapter_scope(adapters_of_tokens(self.adapters, metadata))
 
-    def rotary_positions(self, metadata: AttentionMetadata) -> torch.Tensor:
-        """Return the positions [T] int64 by which tokens of a round are rotated."""
-        if self.rope_deltas is None:
-            return metadata.positions
-        moved = metadata.positions.view(metadata.num_reqs, -1) + self.rope_deltas[metadata.rows].unsqueeze(1)
-        return moved.view(-1)
-
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:

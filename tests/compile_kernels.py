@@ -280,6 +280,7 @@ def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -
         TRITON_METADATA.prefill(table, rows, [500, 3], [40, 7]),
     ]
     plans.append(replace(plans[4], limits=plans[4].positions))
+    TRITON_METADATA.uniform(ForwardMode.DECODE, table, rows, lens, q_len=1, max_prefix=512, rope_deltas=lens)
     layer = LayerSpec(**shape)
     pool = KVPool([layer.shape], 700, dtype, torch.device("cpu"))
     sinks = torch.zeros(layer.num_heads, dtype=dtype) if layer.has_sinks else None

@@ -518,7 +518,12 @@ def test_uniform_metadata_equals_the_twin(first, q_len):
         lines.append([*lines[int(torch.randint(0, node, (), generator=generator))], node])
     tail = torch.tensor([[len(line) - 1 for line in lines]] * 5, device=DEVICE)
     bits = words_of(lines[first:], first + q_len).repeat(5, 1, 1).to(DEVICE)
-    for options in ({}, {"depths": depths}, {"depths": depths, "tail_depths": tail, "ancestor_bits": bits}):
+    deltas = {"rope_deltas": torch.arange(9, device=DEVICE) - 4}
+    for options in (
+        deltas,
+        {"depths": depths},
+        {"depths": depths, "tail_depths": tail, "ancestor_bits": bits, **deltas},
+    ):
         args = (ForwardMode.DRAFT, table, rows, lens)
         shape = {"q_len": q_len, "max_prefix": 130, "first_node": first}
         same_metadata(

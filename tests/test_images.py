@@ -77,6 +77,8 @@ def test_texts_are_those_of_generate(models, kind, way):
             assert engine.generate([first, TEXT, second], **OPTIONS).tokens == expected
         reasons = engine.report().runners["target_prefill"]["rejects"]
         assert reasons["prompts with images: the live layers read them"] >= 1
+        if "cuda_graph" in settings:
+            assert engine.report().runners["round"]["replays"] > 0 == engine.report().runners["round"]["eager"]
         engine.check_integrity()
         if way == "plain":
             with engine.install():

@@ -43,6 +43,7 @@ class AttentionMetadata:
     q_lens: EXTEND only, tokens of each request on the host (ragged). None: every request has q_len, or, for EXTEND,
         only the device knows (`is_packed`).
     starts: prefix_lens on the host, if they are known there (prefills); None: unknown.
+    rotary: [T] int64, positions by which queries are rotated, where they are others than `positions`.
     limits: ragged prefills only, [T] int64, the last position that each query sees, not before its own and ascending
         within a request: tokens of an image may see each other. None: its own.
     """
@@ -62,6 +63,7 @@ class AttentionMetadata:
     path_slots: torch.Tensor | None = None
     q_lens: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None
+    rotary: torch.Tensor | None = None
     limits: torch.Tensor | None = None
 
     @property

@@ -22,11 +22,13 @@ def _uniform_kernel(
     depths,
     tail_depths,
     ancestor_bits,
+    rope_deltas,
     positions,
     out_cache_loc,
     qo_indptr,
     tail_positions,
     path_slots,
+    rotary,
     table_stride,
     width,
     depth_stride,
@@ -37,6 +39,7 @@ def _uniform_kernel(
     BLOCK_TAIL: tl.constexpr,
     HAS_DEPTHS: tl.constexpr,
     HAS_TAIL_DEPTHS: tl.constexpr,
+    HAS_DELTAS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -49,6 +52,9 @@ def _uniform_kernel(
     if HAS_DEPTHS:
         depth = tl.load(depths + request * depth_stride + i, mask=is_query, other=0)
     tl.store(positions + at, prefix + depth, mask=is_query)
+    if HAS_DELTAS:
+        delta = tl.load(rope_deltas + tl.load(rows + request))
+        tl.store(rotary + at, prefix + depth + delta, mask=is_query)
     place = tl.minimum(tl.maximum(place, 0), width - 1)
     table = slot_table + tl.load(rows + request) * table_stride
     slots = tl.load(table + place, mask=is_query, other=0)
@@ -110,10 +116,13 @@ def uniform_placement(
     depths: torch.Tensor | None,
     tail_depths: torch.Tensor | None,
     ancestor_bits: torch.Tensor | None,
+    rope_deltas: torch.Tensor | None = None,
 ) -> Placement:
     """Twin: `backends.metadata.uniform_placement`."""
     bs, device, tail_len = rows.shape[0], prefix_lens.device, first_node + q_len
     placement = _empty_placement(bs, bs * q_len, device)
+    if rope_deltas is not None:
+        placement = placement._replace(rotary=torch.empty_like(placement.positions))
     depths, tail_depths = (t if t is None or t.stride(1) == 1 else t.contiguous() for t in (depths, tail_depths))
     block_q, words = triton.next_power_of_2(q_len), 0
     if tail_depths is not None:
@@ -129,6 +138,7 @@ def uniform_placement(
         depths,
         tail_depths,
         ancestor_bits,
+        rope_deltas,
         *placement,
         slot_table.stride(0),
         slot_table.shape[1],
@@ -139,6 +149,7 @@ def uniform_placement(
         BLOCK_TAIL=triton.next_power_of_2(tail_len),
         HAS_DEPTHS=depths is not None,
         HAS_TAIL_DEPTHS=tail_depths is not None,
+        HAS_DELTAS=rope_deltas is not None,
         WORDS=words,
     )
     return placement

@@ -207,6 +207,7 @@ class Round:
             depths=None if is_chain else tree.depths,
             tail_depths=None if is_chain else tree.depths,
             ancestor_bits=None if is_chain else tree.ancestor_bits,
+            rope_deltas=self.context.rope_deltas,
         )
 
     def _decide(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor, stream: int) -> VerifyOutput:

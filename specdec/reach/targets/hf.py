@@ -161,7 +161,8 @@ class HFTarget:
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
         """Run one packed forward of input_ids [T]: layers and head."""
         with forward_context(context, metadata):
-            hidden, aux = self.layers(metadata.mode, input_ids, context.rotary_positions(metadata))
+            rotary = metadata.positions if metadata.rotary is None else metadata.rotary
+            hidden, aux = self.layers(metadata.mode, input_ids, rotary)
         return TargetOutput(self.head(hidden), aux)
 
     def layers(
