@@ -139,7 +139,7 @@ class Tile(NamedTuple):
 
 # For up to 16, 32 and 64 rows, and for more.
 TILES = (Tile(16, 32, True, 4, 6), Tile(32, 32, True, 4, 5), Tile(64, 32, True, 4, 5), Tile(128, 128, False, 8, 2))
-GATED = (Tile(16, 32, True, 4, 4, 128), Tile(32, 32, True, 4, 4), Tile(64, 32, True, 4, 4), Tile(128, 64, False, 8, 2))
+GATED = (Tile(16, 32, True, 4, 3, 128), Tile(32, 32, True, 4, 4), Tile(64, 32, True, 4, 4), Tile(128, 64, False, 8, 2))
 
 
 def choose_tile(num_rows: int, is_gated: bool, shared: int) -> Tile:

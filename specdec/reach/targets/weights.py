@@ -57,7 +57,7 @@ class Weights:
             except ValueError as error:
                 self._refuse(str(error), changes)
         if changes:
-            self._target.spec.adapter(Quantised).refresh()
+            self._target.spec.adapter(Quantised).refresh({c.owner for c in changes if isinstance(c.owner, nn.Module)})
             self._watch.accept(changes)
             self._target.route.walk()
         return bool(changes)

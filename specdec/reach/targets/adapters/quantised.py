@@ -5,7 +5,7 @@ module's own stay, and serve its own forward. What our op gives for a layer is c
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,11 +63,12 @@ class Quantised:
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def refresh(self) -> None:
-        """Pack weights again, in place: some were written."""
-        for packed, read in self._layers.values():
-            for ours, theirs in zip(packed or (), read() if packed else (), strict=True):
-                ours.copy_(theirs)
+    def refresh(self, written: Collection[Any]) -> None:
+        """Pack the weights of those layers that are among `written` again, in place."""
+        for layer, (packed, read) in self._layers.items():
+            if packed is not None and layer in written:
+                for ours, theirs in zip(packed, read(), strict=True):
+                    ours.copy_(theirs)
 
 
 def _find(layer: Any, like: torch.Tensor) -> tuple[Packed | None, Callable[[], Packed]] | None:
