@@ -36,9 +36,10 @@ def models():
 
     def get(kind):
         if kind not in found:
-            model = image_model(kind).to(DEVICE)
+            model = image_model(kind)
             text = torch.tensor([TEXT], device=DEVICE)
             prompts = [image_prompt(model, 0), image_prompt(model, 1, 3, 5)]
+            model.to(DEVICE)
             prompts = [{name: value.to(DEVICE) for name, value in p.items()} for p in prompts]
             all_three = [prompts[0], {"input_ids": text, "attention_mask": torch.ones_like(text)}, prompts[1]]
             found[kind] = model, prompts, [greedy(model, p)[0] for p in all_three]
