@@ -19,7 +19,8 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
 from specdec import attach
 from specdec.api import Engine
-from specdec.reach.heads.fresh import eagle3_config, new_eagle3
+from specdec.reach.heads.eagle3 import Eagle3Head
+from specdec.reach.heads.fresh import eagle3_config
 from specdec.tools.measure.results import write_results
 from specdec.tools.measure.shapes import acceptance_rates, made_on
 
@@ -121,8 +122,9 @@ def image_prompt(model: Any, side: int, tokens: int) -> dict[str, torch.Tensor]:
 def make_head(model: Any) -> Any:
     """Return a random EAGLE-3 head with a vocabulary of 32,000."""
     config = eagle3_config(model, 32000, intermediate_size=model.config.get_text_config().intermediate_size)
-    hot = torch.arange(config.draft_vocab_size)
-    return new_eagle3(model, config, hot, seed=0).to(DEVICE, model.dtype).eval().requires_grad_(False)
+    head = Eagle3Head(config).to(model.device, model.dtype)
+    head.set_hot_vocab(torch.arange(config.draft_vocab_size, device=model.device))
+    return head.eval().requires_grad_(False)
 
 
 def generate(engine: Engine, prompt: Any, count: int) -> Any:
