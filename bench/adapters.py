@@ -41,7 +41,7 @@ def main() -> None:
     limits = {"max_batch": args.batch, "max_seq_len": args.tokens + args.new_tokens + 64, "graph_sampling": "greedy"}
     with tempfile.TemporaryDirectory() as folder:
         save_adapter(model, args.rank, Path(folder))
-        for draft, settings in DRAFTS.items():
+        for draft, settings in ((name, DRAFTS[name]) for name in args.drafts):
             for adapters in (None, dict.fromkeys(names, folder)):
                 head = make_head(args.shape, model) if settings else None
                 with attach(model, head, adapters=adapters or (), **limits, **settings) as engine:
@@ -92,6 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=65)
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from specdec.backends.linear.lora import lora, lora_twin
-from specdec.backends.op import adapter_scope
+from specdec.backends.metadata import TORCH_METADATA
+from specdec.backends.op import adapter_scope, adapters_of_tokens
 from specdec.backends.triton.linear import lora as kernels
+from specdec.core.batch import ForwardMode
 from tests.test_linear import DEVICE, assert_close, random
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,3 +50,13 @@ def test_the_op_finds_the_adapter_of_each_row():
     for row, adapter in enumerate((2, 0, 1, 2)):
         added = 0 if not adapter else scale[adapter - 1] * (b[adapter - 1] @ (a[adapter - 1] @ x[0, row]))
         torch.testing.assert_close(ours[0, row], y[0, row] + added)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3])
+def test_adapters_of_the_nodes_of_a_round_are_dense(num_reqs):
+    """Kernels read them one after the other, also those of a single request."""
+    rows = torch.arange(num_reqs, device=DEVICE)
+    table = torch.zeros(num_reqs, 16, dtype=torch.int32, device=DEVICE)
+    metadata = TORCH_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, rows * 0, q_len=4, max_prefix=8)
+    found = adapters_of_tokens(rows + 1, metadata)
+    assert found.is_contiguous() and found.tolist() == [1 + row for row in range(num_reqs) for _ in range(4)]
