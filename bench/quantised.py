@@ -177,8 +177,7 @@ def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
             tried = []
             for num_rows in (1, 32, 64, 128):
                 x = torch.randn(num_rows, K, device=DEVICE).bfloat16()
-                num = len(sizes) if form == "fp8" and not activation else 1  # it has shared memory for each
-                chosen = module.choose_tile(num_rows, bool(activation), (219 << 10) // num)
+                chosen = module.choose_tile(num_rows, bool(activation), 219 << 10)
                 is_tried = has_tiles and num_rows < 128 and form != "nf4"
                 others = candidates(module, num_rows, bool(activation)) if is_tried else []
                 for tile in dict.fromkeys([chosen, *others]):
@@ -204,8 +203,6 @@ def with_tile(module: Any, tile: Any, calls: list[Any]) -> None:
 def candidates(module: Any, num_rows: int, is_gated: bool) -> list[Any]:
     """Return tiles to try beside the one that is chosen."""
     m = max(16, num_rows)
-    if module is fp8_kernels:
-        return [module.Tile(m, n, n // 16, stages) for n in (64, 128) for stages in (3, 5)]
     shapes = [(m, 32, True, 4), (m, 32, True, 8), (m, 64, False, 4)]
     return [module.Tile(*shape, stages) for shape in shapes for stages in ((3, 4) if is_gated else (5, 7))]
 

@@ -46,7 +46,6 @@ def _added(
     if FP8:
         w = tl.load((weight + of_n * 128)[:, None] + features, mask=has_n[:, None], other=0.0)
         scale, row_scale = tl.load(scales + of_n, mask=has_n), tl.load(row_scales + of_row, mask=has_row)
-        fence_copies(w.shape[0])
         total = scaled_product(total, w, scale, x, row_scale, UPCAST)
     else:
         words = weight + of_n * stride * 16

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.backends.linear import MOST_PARTS
+from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import filled, finished, part_of, picked
-from specdec.backends.triton.linear.products import dot, has_tma, tile_of
+from specdec.backends.triton.linear.parts import both, filled, finished, part_of, picked
+from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.rounding import quantised
 
 
@@ -34,133 +34,18 @@ def _quantise_kernel(x, out, scales, stride, NUM: tl.constexpr, BLOCKS: tl.const
 
 
 @triton.jit
+def _block(x, scales, i, is_inside, block, num_blocks, SHARED: tl.constexpr):
+    """Return a block of 128 features of rows i of FP8, or a block each, and its scales; SHARED: rows of one scale."""
+    at = (i.to(tl.int64) * num_blocks + block)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    values = tl.load(x + at, mask=is_inside[:, None], other=0.0)
+    return values, tl.load(scales + i // SHARED * num_blocks + block, mask=is_inside, other=0.0)
+
+
+@triton.jit
 def scaled_product(total, w, scale, rows, row_scale, UPCAST: tl.constexpr):
     """Return `total` and the product of a block of features, scaled."""
+    fence_copies(w.shape[0])
     return total + dot(w, rows.T, tl.zeros_like(total), UPCAST) * (scale[:, None] * row_scale[None, :])
-
-
-@triton.jit
-def _added(
-    total,
-    x,
-    row_scales,
-    weight,
-    scales,
-    block,
-    first_m,
-    first_n,
-    num_rows,
-    size,
-    num_blocks,
-    UPCAST: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return `total` and the product of a block of features; past the last one there are zeros."""
-    K, is_block = num_blocks * 128, block < num_blocks
-    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    rows = tile_of(x, first_m, block * 128, num_rows, K, K, BLOCK_M, 128, TMA)
-    w = tile_of(weight, first_n, block * 128, size, K, K, BLOCK_N, 128, TMA)
-    row_scale = tl.load(row_scales + m * num_blocks + block, mask=(m < num_rows) & is_block, other=0.0)
-    scale = tl.load(scales + n // 128 * num_blocks + block, mask=(n < size) & is_block, other=0.0)
-    return scaled_product(total, w, scale, rows, row_scale, UPCAST)
-
-
-@triton.jit
-def _sums(
-    x,
-    row_scales,
-    weight,
-    scales,
-    up_weight,
-    up_scales,
-    first_m,
-    first_n,
-    num_rows,
-    size,
-    num_blocks,
-    GATED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Return the products with `weight`, and with `up_weight` if GATED."""
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    other, up, other_up = total, total, total
-    for k in tl.range(0, num_blocks, 2, num_stages=NUM_STAGES):
-        total = _added(
-            total,
-            x,
-            row_scales,
-            weight,
-            scales,
-            k,
-            first_m,
-            first_n,
-            num_rows,
-            size,
-            num_blocks,
-            UPCAST,
-            TMA,
-            BLOCK_M,
-            BLOCK_N,
-        )
-        other = _added(
-            other,
-            x,
-            row_scales,
-            weight,
-            scales,
-            k + 1,
-            first_m,
-            first_n,
-            num_rows,
-            size,
-            num_blocks,
-            UPCAST,
-            TMA,
-            BLOCK_M,
-            BLOCK_N,
-        )
-        if GATED:
-            up = _added(
-                up,
-                x,
-                row_scales,
-                up_weight,
-                up_scales,
-                k,
-                first_m,
-                first_n,
-                num_rows,
-                size,
-                num_blocks,
-                UPCAST,
-                TMA,
-                BLOCK_M,
-                BLOCK_N,
-            )
-            other_up = _added(
-                other_up,
-                x,
-                row_scales,
-                up_weight,
-                up_scales,
-                k + 1,
-                first_m,
-                first_n,
-                num_rows,
-                size,
-                num_blocks,
-                UPCAST,
-                TMA,
-                BLOCK_M,
-                BLOCK_N,
-            )
-    return total + other, up + other_up
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "N", "n0", "n1", "n2"])
@@ -186,8 +71,8 @@ def _fp8_kernel(
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
-    TMA: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    IS_ODD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -198,102 +83,63 @@ def _fp8_kernel(
     """
     N, n0, n1, n2 = N * 16, n0 * 16, n1 * 16, n2 * 16
     DTYPE: tl.constexpr = out.dtype.element_ty
+    HALVES: tl.constexpr = 2 if PAIRED else 1
     part, number = part_of(tl.program_id(1), n0, n1, BLOCK_N)
     begin, size = picked(0, n0, n0 + n1, part), picked(n0, n1, n2, part)
-    scales, bias = picked(s0, s1, s2, part), picked(b0, b1, b2, part)
-    first_m, first_n, GATED = tl.program_id(0) * BLOCK_M, number * BLOCK_N, ACTIVATION != ""
-    if NUM_PARTS == 1 or part == 0:  # descriptors cannot be chosen by a number
-        total, up = _sums(
-            x,
-            row_scales,
-            w0,
-            scales,
-            w1,
-            s1,
-            first_m,
-            first_n,
-            num_rows,
-            size,
-            num_blocks,
-            GATED,
-            UPCAST,
-            TMA,
-            BLOCK_M,
-            BLOCK_N,
-            NUM_STAGES,
-        )
-    elif NUM_PARTS == 2 or part == 1:
-        total, up = _sums(
-            x,
-            row_scales,
-            w1,
-            scales,
-            w1,
-            s1,
-            first_m,
-            first_n,
-            num_rows,
-            size,
-            num_blocks,
-            GATED,
-            UPCAST,
-            TMA,
-            BLOCK_M,
-            BLOCK_N,
-            NUM_STAGES,
-        )
-    else:
-        total, up = _sums(
-            x,
-            row_scales,
-            w2,
-            scales,
-            w1,
-            s1,
-            first_m,
-            first_n,
-            num_rows,
-            size,
-            num_blocks,
-            GATED,
-            UPCAST,
-            TMA,
-            BLOCK_M,
-            BLOCK_N,
-            NUM_STAGES,
-        )
-    n, m = first_n + tl.arange(0, BLOCK_N), first_m + tl.arange(0, BLOCK_M)
-    product = finished(total, bias, n, size, HAS_BIAS, DTYPE)
-    if GATED:
-        product = gated(product, finished(up, b1, n, size, HAS_BIAS, DTYPE), ACTIVATION)
+    weight, scales, bias = picked(w0, w1, w2, part), picked(s0, s1, s2, part), picked(b0, b1, b2, part)
+    i, j = tl.arange(0, HALVES * BLOCK_N), tl.arange(0, HALVES * BLOCK_M)
+    n, m = number * BLOCK_N + i % BLOCK_N, tl.program_id(0) * BLOCK_M + j % BLOCK_M
+    is_column, is_row = n < size, m < num_rows
+    total = tl.zeros([HALVES * BLOCK_N, HALVES * BLOCK_M], tl.float32)
+    other, up, other_up = total, total, total
+    for k in tl.range(0, num_blocks, 2, num_stages=NUM_STAGES):
+        of_n, of_m = k + i // BLOCK_N, k + j // BLOCK_M
+        has_n, has_m = is_column, is_row
+        if PAIRED and IS_ODD:
+            has_n, has_m = has_n & (of_n < num_blocks), has_m & (of_m < num_blocks)
+        rows, row_scale = _block(x, row_scales, m, has_m, of_m, num_blocks, 1)
+        w, scale = _block(weight, scales, n, has_n, of_n, num_blocks, 128)
+        total = scaled_product(total, w, scale, rows, row_scale, UPCAST)
+        if ACTIVATION != "":
+            w, scale = _block(w1, s1, n, has_n, of_n, num_blocks, 128)
+            up = scaled_product(up, w, scale, rows, row_scale, UPCAST)
+        if not PAIRED:
+            has_n, has_m = is_column & (k + 1 < num_blocks), is_row & (k + 1 < num_blocks)
+            rows, row_scale = _block(x, row_scales, m, has_m, k + 1, num_blocks, 1)
+            w, scale = _block(weight, scales, n, has_n, k + 1, num_blocks, 128)
+            other = scaled_product(other, w, scale, rows, row_scale, UPCAST)
+            if ACTIVATION != "":
+                w, scale = _block(w1, s1, n, has_n, k + 1, num_blocks, 128)
+                other_up = scaled_product(other_up, w, scale, rows, row_scale, UPCAST)
+    n, m = number * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    product = finished(both(total, other, PAIRED, BLOCK_M, BLOCK_N), bias, n, size, HAS_BIAS, DTYPE)
+    if ACTIVATION != "":
+        added = finished(both(up, other_up, PAIRED, BLOCK_M, BLOCK_N), b1, n, size, HAS_BIAS, DTYPE)
+        product = gated(product, added, ACTIVATION)
     at = out + m.to(tl.int64)[None, :] * N + (begin + n)[:, None]
     tl.store(at, product, mask=(m < num_rows)[None, :] & (n < size)[:, None])
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, warps of a program, and pairs of blocks that it loads ahead."""
+    """Rows and columns of a tile, whether it has both sums, its warps, and tiles that it loads ahead."""
 
     m: int
     n: int
+    is_paired: bool
     num_warps: int
     num_stages: int
 
 
 # For up to 16, 32 and 64 rows, and for more.
-TILES = (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 64, 8, 3))
-GATED = (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 8, 3), Tile(64, 64, 8, 3))
+TILES = (Tile(16, 32, True, 4, 7), Tile(32, 32, True, 4, 6), Tile(64, 32, True, 8, 5), Tile(128, 64, False, 8, 3))
+GATED = (Tile(16, 32, True, 4, 4), Tile(32, 32, True, 4, 4), Tile(64, 32, True, 8, 3), Tile(64, 64, False, 8, 3))
 
 
 def choose_tile(num_rows: int, is_gated: bool, shared: int) -> Tile:
-    """Return the tile for `num_rows` rows, with as many stages as `shared` bytes hold, two at least if it can be."""
-    fitting = [tile for tile in (GATED if is_gated else TILES) if _loaded(tile, is_gated) * 2 <= shared]
-    tile = [*TILES[:1], *fitting][min(len(fitting), 1 + sum(num_rows > limit for limit in (16, 32, 64)))]
-    return tile._replace(num_stages=max(1, min(tile.num_stages, shared // _loaded(tile, is_gated))))
-
-
-def _loaded(tile: Tile, is_gated: bool) -> int:
-    """Return the bytes of a pair of blocks."""
-    return 2 * 132 * (tile.m + tile.n * (2 if is_gated else 1))
+    """Return the tile for `num_rows` rows, with as many stages as `shared` bytes hold."""
+    tile = (GATED if is_gated else TILES)[sum(num_rows > limit for limit in (16, 32, 64))]
+    loaded = 2 * 132 * (tile.m + tile.n * (2 if is_gated else 1))
+    return tile._replace(num_stages=max(1, min(tile.num_stages, shared // loaded)))
 
 
 _quantise = CachedLaunch(_quantise_kernel)
@@ -331,15 +177,12 @@ def fp8_linear(
     out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile = choose_tile(num_rows, bool(activation), (shared_memory(x.device) - (8 << 10)) // len(own))
+    tile = choose_tile(num_rows, bool(activation), shared_memory(x.device) - (8 << 10))
     grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
-    is_tma = has_tma()
-    given = [TensorDescriptor(w, [*w.shape], [K, 1], [tile.n, 128]) for w in weights] if is_tma else weights
-    rows = TensorDescriptor(x, [num_rows, K], [K, 1], [tile.m, 128]) if is_tma else x
-    tensors = rows, row_scales, *filled(given), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
+    tensors = x, row_scales, *filled(weights), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)))]
     constants = {"ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}
-    constants |= {"TMA": is_tma, "NUM_PARTS": len(own)}
+    constants |= {"PAIRED": tile.is_paired, "IS_ODD": K // 128 % 2 == 1}
     constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
     _run_fp8(tile.num_warps, tile.num_stages)(grid, *tensors, num_rows, K // 128, *units, **constants)
     return out

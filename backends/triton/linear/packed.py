@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.backends.linear import MOST_PARTS
+from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import added_up, filled, finished, part_of, picked
-from specdec.backends.triton.linear.products import dot, has_tma, tile_of
+from specdec.backends.triton.linear.parts import both, filled, finished, part_of, picked
+from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import unpacked, unpacked_nf4
 
 
@@ -45,6 +45,15 @@ def _weights(words, scales, n, is_inside, block, size, GROUP: tl.constexpr, DTYP
     return w
 
 
+@triton.jit
+def _rows(x, m, is_inside, block, stride, NUM: tl.constexpr):
+    """Return a block of 128 features of rows m, or a block each, [128, len(m)]; NUM: of the columns that they meet."""
+    at = (m.to(tl.int64) * stride + block * 128)[:, None] + tl.arange(0, 128)[None, :]
+    rows = tl.load(x + at, mask=is_inside[:, None], other=0.0)
+    fence_copies(NUM)
+    return rows.T
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "N", "n0", "n1", "n2", "stride"])
 def _packed_kernel(
     x,
@@ -69,7 +78,6 @@ def _packed_kernel(
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
-    TMA: tl.constexpr,
     PAIRED: tl.constexpr,
     IS_ODD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -86,37 +94,33 @@ def _packed_kernel(
     part, number = part_of(tl.program_id(1), n0, n1, BLOCK_N)
     begin, size = picked(0, n0, n0 + n1, part), picked(n0, n1, n2, part)
     words, scales, bias = picked(w0, w1, w2, part), picked(s0, s1, s2, part), picked(b0, b1, b2, part)
-    i, first_m, K = tl.arange(0, HALVES * BLOCK_N), tl.program_id(0) * BLOCK_M, num_blocks * 128
-    n = number * BLOCK_N + i % BLOCK_N
-    total = tl.zeros([HALVES * BLOCK_N, BLOCK_M], tl.float32)
+    i, j = tl.arange(0, HALVES * BLOCK_N), tl.arange(0, HALVES * BLOCK_M)
+    n, m = number * BLOCK_N + i % BLOCK_N, tl.program_id(0) * BLOCK_M + j % BLOCK_M
+    total = tl.zeros([HALVES * BLOCK_N, HALVES * BLOCK_M], tl.float32)
     other, up, other_up = total, total, total
-    is_column = n < size
+    is_column, is_row = n < size, m < num_rows
     for k in tl.range(0, num_blocks, 2, num_stages=NUM_STAGES):
-        even = tile_of(x, first_m, k * 128, num_rows, K, stride, BLOCK_M, 128, TMA).T
-        odd = tile_of(x, first_m, (k + 1) * 128, num_rows, K, stride, BLOCK_M, 128, TMA).T
-        block, has_n = k + i // BLOCK_N, is_column
-        if IS_ODD:
-            has_n = has_n & (block < num_blocks)
-        w = _weights(words, scales, n, has_n, block, size, GROUP, DTYPE, UPCAST)
-        total = dot(w, even, total, UPCAST)
-        if PAIRED:
-            other = dot(w, odd, other, UPCAST)
+        has_n, has_m = is_column, is_row
+        if PAIRED and IS_ODD:
+            has_n, has_m = has_n & (k + i // BLOCK_N < num_blocks), has_m & (k + j // BLOCK_M < num_blocks)
+        rows = _rows(x, m, has_m, k + j // BLOCK_M, stride, HALVES * BLOCK_N)
+        w = _weights(words, scales, n, has_n, k + i // BLOCK_N, size, GROUP, DTYPE, UPCAST)
+        total = dot(w, rows, total, UPCAST)
         if ACTIVATION != "":
-            w = _weights(w1, s1, n, has_n, block, size, GROUP, DTYPE, UPCAST)
-            up = dot(w, even, up, UPCAST)
-            if PAIRED:
-                other_up = dot(w, odd, other_up, UPCAST)
+            w = _weights(w1, s1, n, has_n, k + i // BLOCK_N, size, GROUP, DTYPE, UPCAST)
+            up = dot(w, rows, up, UPCAST)
         if not PAIRED:
-            has_n = is_column & (k + 1 < num_blocks)
+            has_n, has_m = is_column & (k + 1 < num_blocks), is_row & (k + 1 < num_blocks)
+            rows = _rows(x, m, has_m, k + 1, stride, BLOCK_N)
             w = _weights(words, scales, n, has_n, k + 1, size, GROUP, DTYPE, UPCAST)
-            other = dot(w, odd, other, UPCAST)
+            other = dot(w, rows, other, UPCAST)
             if ACTIVATION != "":
                 w = _weights(w1, s1, n, has_n, k + 1, size, GROUP, DTYPE, UPCAST)
-                other_up = dot(w, odd, other_up, UPCAST)
-    n, m = number * BLOCK_N + tl.arange(0, BLOCK_N), first_m + tl.arange(0, BLOCK_M)
-    product = finished(added_up(total, other, PAIRED, BLOCK_M, BLOCK_N), bias, n, size, HAS_BIAS, DTYPE)
+                other_up = dot(w, rows, other_up, UPCAST)
+    n, m = number * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    product = finished(both(total, other, PAIRED, BLOCK_M, BLOCK_N), bias, n, size, HAS_BIAS, DTYPE)
     if ACTIVATION != "":
-        added = finished(added_up(up, other_up, PAIRED, BLOCK_M, BLOCK_N), b1, n, size, HAS_BIAS, DTYPE)
+        added = finished(both(up, other_up, PAIRED, BLOCK_M, BLOCK_N), b1, n, size, HAS_BIAS, DTYPE)
         product = gated(product, added, ACTIVATION)
     at = out + m.to(tl.int64)[None, :] * N + (begin + n)[:, None]
     tl.store(at, product, mask=(m < num_rows)[None, :] & (n < size)[:, None])
@@ -166,12 +170,10 @@ def packed_linear(
         return out
     tile = choose_tile(num_rows, bool(activation), shared_memory(x.device) - (8 << 10))
     grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
-    is_tma = has_tma()
-    given = TensorDescriptor(x, [num_rows, K], [x.stride(0), 1], [tile.m, 128]) if is_tma else x
-    tensors = given, *filled(words), *filled(scales), *(filled(bias) if bias else [x] * MOST_PARTS), out
+    tensors = x, *filled(words), *filled(scales), *(filled(bias) if bias else [x] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)), x.stride(0))]
     constants = {"GROUP": K // scales[0].shape[0], "ACTIVATION": activation, "HAS_BIAS": bool(bias)}
-    constants |= {"UPCAST": INTERPRETED, "TMA": is_tma, "PAIRED": tile.is_paired, "IS_ODD": K // 128 % 2 == 1}
+    constants |= {"UPCAST": INTERPRETED, "PAIRED": tile.is_paired, "IS_ODD": K // 128 % 2 == 1}
     constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
     run = _run_packed(tile.num_warps, tile.num_stages, tile.maxnreg)
     run(grid, *tensors, num_rows, K // 128, *units, **constants)

@@ -2,9 +2,8 @@
 accumulators, one of even blocks of 128 features and one of odd ones, sum in order and are added at the end. So the bits
 of a row depend on neither the tile nor the other rows.
 
-For few rows of 4-bit weights and of experts an operand has columns of an even block and of an odd one (PAIRED), and
-what counts is their products with rows of the same. Programs are half as long, and twice as many. Rows come through
-TMA: a fence between cp.async and wgmma would wait for all that is being copied.
+For few rows one product on tensor cores has both sums (PAIRED): its first operand has the columns of an even block and
+of an odd one, its second operand the rows for both; the diagonal counts. Programs are half as long, and twice as many.
 """
 
 from collections.abc import Sequence
@@ -41,18 +40,6 @@ def both(total, other, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.
         i = tl.arange(0, 2)
         is_own = i[:, None, None, None] == i[None, None, :, None]
         return tl.sum(tl.sum(tl.where(is_own, places, 0.0), 2), 0)
-    else:
-        return total + other
-
-
-@triton.jit
-def added_up(total, other, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the sum of both accumulators [BLOCK_N, BLOCK_M]; PAIRED: of the first half of rows of one, and of the
-    second half of the other."""
-    if PAIRED:
-        is_first = (tl.arange(0, 2) == 0)[:, None, None]
-        shape: tl.constexpr = [2, BLOCK_N, BLOCK_M]
-        return tl.sum(tl.where(is_first, total.reshape(shape), other.reshape(shape)), 0)
     else:
         return total + other
 

@@ -25,7 +25,7 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def tile_of(matrix, first, k, end, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
+def _tile(matrix, first, k, end, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
     """Load BLOCK rows from `first` on and BLOCK_K columns from k on; zeros past column K, and past row `end` or later.
 
     matrix: a descriptor if TMA, else a pointer.
@@ -78,11 +78,11 @@ def _product_kernel(
     if ACTIVATION != "":
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, K, BLOCK_K):
-        w = tile_of(weight, first_n, k, N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
-        rows = tile_of(x, first_m, k, num_rows, K, stride_x, BLOCK_M, BLOCK_K, TMA).T
+        w = _tile(weight, first_n, k, N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
+        rows = _tile(x, first_m, k, num_rows, K, stride_x, BLOCK_M, BLOCK_K, TMA).T
         total = dot(w, rows, total, UPCAST)
         if ACTIVATION != "":
-            w = tile_of(weight, N + first_n, k, 2 * N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
+            w = _tile(weight, N + first_n, k, 2 * N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
             up = dot(w, rows, up, UPCAST)
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     product = _finished(total, bias, n, N, HAS_BIAS, out.dtype.element_ty)
@@ -116,7 +116,7 @@ def product(
     tile = choose_tile(num_rows, N, K, activation is not None, x.device)
     strides = weight.stride(0), x.stride(0)
     is_flat = is_aligned(weight, x, bias)
-    is_tma = is_flat and all(stride % 8 == 0 for stride in strides) and has_tma()
+    is_tma = is_flat and all(stride % 8 == 0 for stride in strides) and _has_tma()
     unit = 8 if all(size % 8 == 0 for size in (N, K, *strides)) else 1
     grid = triton.cdiv(num_rows, tile.m), triton.cdiv(N, tile.n)
     args = (
@@ -137,6 +137,6 @@ def product(
     return out
 
 
-def has_tma() -> bool:
+def _has_tma() -> bool:
     """Return whether the GPU has TMA (Hopper and later); the interpreter plays it."""
     return INTERPRETED or triton.runtime.driver.active.get_current_target().arch >= 90
