@@ -58,6 +58,9 @@ IN_TEST = {
     "test_doctor.py::test_doctor_and_report_say_what_verification_costs": "qwen3_moe",
     "test_doctor.py::test_the_defect_is_named": "eagle3-(swapped|aux_reversed)|nextn-random",
     "test_doctor.py::test_untrained_heads_are_told_from_misread_ones": "eagle3",
+    "test_doors.py::test_greedy_calls_equal_transformers": (
+        "(several EOS|min_length|bad_words_ids|no mask|max_length|repetition_penalty)-install|return_dict"
+    ),
     "test_doors.py::test_pipelines_streamers_and_stop_strings_of_a_real_model": "-",
     "test_draft_edges.py::test_heads_that_score_in_fp32_serve_drafts_in_bf16": "eagle3-shape0|standalone-shape1-None",
     "test_engine.py::test_a_tree_smaller_than_its_depth": "^2",
@@ -95,7 +98,7 @@ IN_TEST = {
     "test_narrow.py::test_a_draft_that_is_right_stays_right_where_it_may": "chain",
     "test_narrow.py::test_drafts_are_of_these_tokens_and_the_text_is_the_targets": "^eagle3|standalone-tree",
     "test_page.py::test_committed_results_render": "_135m_",
-    "test_pages.py::test_a_preempted_request_goes_on_with_the_same_text": "lookup|eagle3|modules-.*topk",
+    "test_pages.py::test_a_preempted_request_goes_on_with_the_same_text": "eagle3|modules-.*topk",
     "test_pages.py::test_it_does_so_with_states_of_recurrent_layers_and_graphs": "-",
     "test_packed.py::test_fp8_products_equal_their_twin": "silu",
     "test_packed.py::test_packed_products_equal_their_twin": "^1-|silu",
@@ -158,9 +161,7 @@ IN_TEST = {
     "test_ropes.py::test_text_within_the_limit_is_the_models_own": "dynamic|anew",
     "test_rotation.py::test_the_half_split_rotation_is_handed_over_and_no_other": "True-dtype0|other_halves",
     "test_round_graphs.py::test_batches_that_shrink_and_grow": "-",
-    "test_round_graphs.py::test_replay_equals_eager_for_every_runner_and_batch": (
-        "^eagle3-(plain|tree|chain-(greedy|sampled))|^standalone-tree"
-    ),
+    "test_round_graphs.py::test_replay_equals_eager_for_every_runner_and_batch": ("^eagle3-(plain|tree|chain-sampled)"),
     "test_round_graphs.py::test_synthetic_acceptance_keeps_its_rates": "eager-chain",
     "test_round_graphs.py::test_text_does_not_depend_on_graphs": "llama-tree",
     "test_seams.py::test_engine_equals_generate": "gptj|bart|roberta|diffllama|hrm_text",
@@ -172,7 +173,7 @@ IN_TEST = {
     "test_sparse.py::test_text_is_that_of_generate": "deepseek_v32-(tree|compiled)",
     "test_taps.py::test_features_are_outputs_of_the_named_layers": "gptj|llama-False",
     "test_tensor_parallel.py::test_ranks_write_what_one_process_writes": (
-        "eagle-tree-sampled|eagle3-(chain|tree-greedy)|nextn-chain-greedy|standalone-tree-greedy|lookup-chain-greedy|none"
+        "eagle-tree-sampled|eagle3-chain-greedy|standalone-tree-greedy|none"
     ),
     "test_threads.py::test_eight_threads_and_the_live_model": "settings0",
     "test_threads.py::test_whatever_ends_a_call_of_the_live_model_frees_the_turn": "^model-Key|layers.2-System",
