@@ -160,7 +160,7 @@ def check(text, at, q_len, cut):
     assert not differing, differing
 
 
-@pytest.mark.parametrize("at", [63, 64, 130])
+@pytest.mark.parametrize("at", [7, 63, 64, 130])
 @pytest.mark.parametrize(("q_len", "processors"), [(2, 1), (7, 12)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_bits_are_those_of_plain_decoding(name, q_len, at, processors, monkeypatch):

@@ -394,7 +394,7 @@ def test_stored_keys_equal_the_twin(rotary, dtype):
         assert torch.equal(pools[0].v[0], pools[1].v[0])
 
 
-@settings(max_examples=25 if DEVICE.type == "cuda" else 8, deadline=None, derandomize=True)
+@settings(max_examples=25 if DEVICE.type == "cuda" else 15, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 170), st.integers(1, 15)), min_size=1, max_size=4), st.sampled_from([1, 16]))
 def test_any_ragged_prefill(lens, page_size):
     prefixes, q_lens = zip(*lens, strict=True)
@@ -403,7 +403,7 @@ def test_any_ragged_prefill(lens, page_size):
     setup.check_causal(metadata, *setup.run(metadata))
 
 
-@settings(max_examples=25 if DEVICE.type == "cuda" else 8, deadline=None, derandomize=True)
+@settings(max_examples=25 if DEVICE.type == "cuda" else 15, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 170), min_size=1, max_size=4),
     st.lists(st.integers(0, 1 << 30), min_size=0, max_size=11),

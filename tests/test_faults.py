@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(
-    ("subject", "nums"), [("attention", [100]), ("hybrid", [50]), ("plain_hybrid", [50]), ("several_shapes", [50])]
+    ("subject", "nums"), [("attention", [100, 100]), ("hybrid", [50]), ("plain_hybrid", [50]), ("several_shapes", [50])]
 )
 def test_random_faults_lose_nothing(subject, nums):
     tally = Tally()
