@@ -9,8 +9,9 @@ from specdec.backends.experts import grouped_linear_twin, has_triton
 from specdec.backends.gates import gate_twin
 from specdec.backends.library import define_op
 from specdec.backends.linear.fp8 import dequantised
+from specdec.backends.linear.packed import BLOCK, values_of, words_of
 
-BLOCK, NUM_WORDS, GROUP = 128, 16, 32  # features of a block, the words that hold them, and features of an exponent
+GROUP = 32  # features of an exponent
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the fourth bit is the sign (OCP Microscaling, table 5)
 OFFSET, LARGEST = 126, 128  # what is added to exponents, and the largest that our kernel can have
 
@@ -53,20 +54,17 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     """
     N, rest = blocks.shape[0], -blocks.shape[1] * 2 % BLOCK
     nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
-    nibbles = torch.nn.functional.pad(nibbles, (0, rest)).to(torch.int32).view(N, -1, 8, NUM_WORDS)
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=blocks.device).view(1, 1, 8, 1)
-    words = (nibbles << shifts).sum(2, dtype=torch.int32).transpose(0, 1).contiguous()
+    words = words_of(torch.nn.functional.pad(nibbles, (0, rest)))
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=blocks.device)
     fields = torch.nn.functional.pad(scales.to(torch.int32) + OFFSET, (0, rest // GROUP)).view(N, -1, 4)
-    return words, (fields << shifts[0, 0, ::2, 0]).sum(2, dtype=torch.int32).T.contiguous()
+    return words, (fields << shifts).sum(2, dtype=torch.int32).T.contiguous()
 
 
 def unpack_mxfp4(words: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Return the weights [N, 128 * B] fp32 of one expert of `pack_mxfp4`."""
-    num_blocks, N, _ = words.shape
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(1, 1, 8, 1)
-    nibbles = (words.unsqueeze(2) >> shifts & 15).transpose(0, 1).reshape(N, num_blocks * BLOCK)
+    nibbles, shifts = values_of(words), torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
     table = torch.tensor([*VALUES, *(-v for v in VALUES)], device=words.device)
-    fields = (exponents.T.unsqueeze(-1) >> shifts[0, 0, ::2, 0] & 255).reshape(N, -1)
+    fields = (exponents.T.unsqueeze(-1) >> shifts & 255).reshape(len(nibbles), -1)
     return table[nibbles] * torch.exp2(fields - OFFSET - 127.0).repeat_interleave(GROUP, 1)
 
 

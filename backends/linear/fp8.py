@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.backends.gates import gate_twin
 from specdec.backends.library import define_op
 from specdec.backends.linear import NORM_ARGUMENTS, aligned_rows, has_kernels
-from specdec.backends.linear.reference import add_rms_norm_twin, rms_norm_twin
+from specdec.backends.linear.reference import add_rms_norm_twin, joined_twin, rms_norm_twin
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
@@ -74,9 +73,7 @@ def fp8_linear_twin(
     """See `fp8_linear`."""
     rows = x.float() * row_scales.repeat_interleave(BLOCK, -1)
     parts = [(rows @ dequantised(w, s).T).to(dtype) for w, s in zip(weights, scales, strict=True)]
-    parts = [part + b for part, b in zip(parts, bias, strict=True)] if bias else parts
-    product = torch.cat(parts, -1)
-    return gate_twin(product, activation) if activation else product
+    return joined_twin(parts, bias, activation)
 
 
 def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

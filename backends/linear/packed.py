@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from specdec.backends.gates import gate_twin
 from specdec.backends.library import define_op
 from specdec.backends.linear import aligned_rows, has_kernels
+from specdec.backends.linear.reference import joined_twin
 
 BLOCK, NUM_WORDS = 128, 16  # features of a block, and the words that hold them
 GROUPS = (32, 64)  # features of one scale; or a multiple of BLOCK
@@ -55,7 +55,7 @@ def pack(
     zeros = torch.full_like(scales, 8) if zeros is None else zeros.to(scales.dtype)
     offsets = (-(MAGIC[scales.dtype] + zeros.float())).to(scales.dtype)
     bits = [t.contiguous().view(torch.int16).to(torch.int32) for t in (scales, offsets)]
-    return _words(values), (bits[0] & 0xFFFF | bits[1] << 16).view(scales.shape).T.contiguous()
+    return words_of(values), (bits[0] & 0xFFFF | bits[1] << 16).view(scales.shape).T.contiguous()
 
 
 def pack_nf4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,25 +63,29 @@ def pack_nf4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, 
 
     values: [N, K] of 0..15; scales: [N, K / 64].
     """
-    return _words(values), scales.float().T.contiguous()
+    return words_of(values), scales.float().T.contiguous()
 
 
-def _words(values: torch.Tensor) -> torch.Tensor:
+def words_of(values: torch.Tensor) -> torch.Tensor:
     """Return the words [K / 128, N, 16] of values [N, K]."""
     nibbles = values.to(torch.int32).view(len(values), -1, 8, NUM_WORDS)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device).view(1, 1, 8, 1)
     return (nibbles << shifts).sum(2, dtype=torch.int32).transpose(0, 1).contiguous()
 
 
+def values_of(words: torch.Tensor) -> torch.Tensor:
+    """Return the values [N, K] of `words_of`, 0..15."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(1, 1, 8, 1)
+    return (words.unsqueeze(2) >> shifts & 15).transpose(0, 1).reshape(words.shape[1], -1)
+
+
 def unpack(words: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the weights [N, K] of `pack` or `pack_nf4`, rounded to `dtype`, which scales of the former had."""
-    num_blocks, N, _ = words.shape
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(1, 1, 8, 1)
-    values = (words.unsqueeze(2) >> shifts & 15).transpose(0, 1).reshape(N, num_blocks * BLOCK)
+    values = values_of(words)
     if scales.dtype == torch.float32:
         codes = torch.tensor(NF4, device=words.device)[values]
         return (codes * scales.T.repeat_interleave(NF4_GROUP, 1)).to(dtype)
-    halves = scales.T.contiguous().view(torch.int16).view(dtype).view(N, -1, 2).float()
+    halves = scales.T.contiguous().view(torch.int16).view(dtype).view(len(values), -1, 2).float()
     scale, offset = halves.repeat_interleave(values.shape[1] // scales.shape[0], 1).unbind(-1)
     return ((values.float() + MAGIC[dtype] + offset) * scale).to(dtype)
 
@@ -95,9 +99,7 @@ def packed_linear_twin(
 ) -> torch.Tensor:
     """See `packed_linear`."""
     parts = [F.linear(x, unpack(w, s, x.dtype)) for w, s in zip(words, scales, strict=True)]
-    parts = [part + b for part, b in zip(parts, bias, strict=True)] if bias else parts
-    product = torch.cat(parts, -1)
-    return gate_twin(product, activation) if activation else product
+    return joined_twin(parts, bias, activation)
 
 
 def _packed_linear(

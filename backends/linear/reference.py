@@ -1,5 +1,7 @@
 """Twins of the products and norms of a layer: their rounding is transformers'."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional as F
 
@@ -12,6 +14,13 @@ def product_twin(
     """See `linear`, and `gated_linear` for an activation."""
     product = F.linear(x, weight, bias)
     return product if activation is None else gate_twin(product, activation)
+
+
+def joined_twin(parts: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], activation: str) -> torch.Tensor:
+    """Return products side by side, each with its bias if there are some, or the gate of the first over the second."""
+    parts = [part + b for part, b in zip(parts, bias, strict=True)] if bias else parts
+    product = torch.cat(list(parts), -1)
+    return gate_twin(product, activation) if activation else product
 
 
 def rms_norm_twin(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
