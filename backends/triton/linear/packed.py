@@ -5,7 +5,6 @@ Twin: `specdec.backends.linear.packed.packed_linear_twin`.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +15,7 @@ from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import both, filled, finished, part_of, picked
+from specdec.backends.triton.linear.parts import Tile, both, filled, finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import unpacked, unpacked_nf4
 
@@ -124,17 +123,6 @@ def _packed_kernel(
         product = gated(product, added, ACTIVATION)
     at = out + m.to(tl.int64)[None, :] * N + (begin + n)[:, None]
     tl.store(at, product, mask=(m < num_rows)[None, :] & (n < size)[:, None])
-
-
-class Tile(NamedTuple):
-    """Rows and columns of a tile, whether it has both sums, its warps, tiles that it loads ahead, and registers."""
-
-    m: int
-    n: int
-    is_paired: bool
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
 
 
 # For up to 16, 32 and 64 rows, and for more.

@@ -7,7 +7,7 @@ of an odd one, its second operand the rows for both; the diagonal counts. Progra
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import triton
 import triton.language as tl
@@ -15,6 +15,17 @@ import triton.language as tl
 from specdec.backends.linear import MOST_PARTS
 
 T = TypeVar("T")
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile, whether it has both sums, its warps, tiles that it loads ahead, and registers."""
+
+    m: int
+    n: int
+    is_paired: bool
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
 
 
 @triton.jit
