@@ -26,7 +26,7 @@ latency() { # shape, seconds at most, drafts, more options
 
 tests() { # all but those that need no GPU, or two
     local files
-    files=$(ls tests/test_*.py | grep -vE "tensor_parallel|ranks|train|page|test_bench|demo|readme|architecture|serve|compare")
+    files=$(ls tests/test_*.py | grep -vE "tensor_parallel|ranks|train|test_page\.|test_bench|demo|readme|architecture|serve|compare")
     SPECDEC_TEST_GPUS=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 timed tests 570 80 python3 -m pytest -n 18 \
         --dist worksteal -p tests.told_at_once -q -W ignore --show-capture=no --tb=short --durations=10 $files
     grep -a "^=== tests/" "$out/tests.log" # what failed, though a run that is cut off sums up nothing

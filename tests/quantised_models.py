@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_pack
 
 from specdec.backends.experts.quantised import grouped_fp8_twin
 from specdec.backends.gates import swigluoai
-from specdec.backends.linear.fp8 import fp8_linear_twin, quantise_twin
+from specdec.backends.linear.fp8 import fp8_linear, fp8_linear_twin, quantise_twin
 from specdec.backends.linear.packed import NF4, NF4_GROUP
 
 EXPERTS_IN_FP8 = use_experts_implementation(  # as transformers makes it of a model that it loads
@@ -32,8 +32,17 @@ SHIFTS = range(0, 32, 4)
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The product of FP8 blocks, rows quantised by themselves."""
-    return fp8_linear_twin(*quantise_twin(x), [weight], [scales], [], x.dtype)
+    """The product of FP8 blocks, rows quantised by themselves. On a GPU by our kernel, whose tensor cores add up fewer
+    bits than fp32 has: texts of models that round their rows are compared where one product serves both."""
+    linear = fp8_linear if x.is_cuda else fp8_linear_twin
+    return linear(*quantise_twin(x), [weight], [scales], [], x.dtype)
+
+
+def batched_matmul(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, expert_ids: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    """Products of rows, each with its expert's weight."""
+    return grouped_fp8_twin(*quantise_twin(x), expert_ids.unsqueeze(1), weight, scales, x.dtype)
 
 
 def grouped_matmul(
@@ -48,7 +57,7 @@ def grouped_matmul(
 def without_the_hub() -> Iterator[None]:
     """Let modules in FP8 and MXFP4 multiply by functions in torch within the context."""
     before = finegrained_fp8._FINEGRAINED_FP8
-    finegrained_fp8._FINEGRAINED_FP8 = FineGrainedFP8(matmul, matmul, grouped_matmul)
+    finegrained_fp8._FINEGRAINED_FP8 = FineGrainedFP8(matmul, batched_matmul, grouped_matmul)
     mxfp4_module.triton_kernels_hub = HUB
     try:
         yield
@@ -190,8 +199,8 @@ def mxfp4(model: Any) -> Any:
                 for which in ("gate_up_proj", "down_proj"):
                     E, N, groups, _ = getattr(experts, which).shape
                     del experts._parameters[which]
-                    blocks = torch.randint(0, 256, (E, groups * 16, N), dtype=torch.uint8)
-                    scales = torch.randint(118, 122, (E, groups, N), dtype=torch.uint8)
+                    blocks = torch.randint(0, 256, (E, groups * 16, N), dtype=torch.uint8, device=model.device)
+                    scales = torch.randint(118, 122, (E, groups, N), dtype=torch.uint8, device=model.device)
                     setattr(experts, which, _wrapped(blocks))
                     setattr(experts, f"{which}_precision_config", SimpleNamespace(weight_scale=_wrapped(scales)))
                     getattr(experts, f"{which}_bias").normal_(0, 0.1)

@@ -39,7 +39,7 @@ def test_packed_weights_are_what_was_packed(group, dtype):
     zero = 8 if zeros is None else zeros.repeat_interleave(group, 1)
     expected = ((values - zero).float() * scales.float().repeat_interleave(group, 1)).to(dtype)
     assert packed.unpack(words, packed_scales, dtype).equal(expected)
-    x = random(2, 3, 512, dtype=dtype)
+    x = torch.eye(512, dtype=dtype, device=DEVICE).view(2, 256, 512)
     assert packed.packed_linear(x, [words], [packed_scales], []).equal(F.linear(x, expected))
 
 
@@ -99,8 +99,8 @@ def test_rows_are_quantised_as_their_twin_does():
     x[1] = 0
     (ours, scales), (theirs, twins) = fp8_kernels.quantise(x), fp8.quantise_twin(x)
     assert scales.equal(twins) and not ours[1].float().any()
-    is_equal = ours.float() == theirs.float()
-    assert is_equal.float().mean() > (0.98 if DEVICE.type == "cpu" else 1 - 1e-9)  # the interpreter rounds some wrongly
+    num_equal = (ours.float() == theirs.float()).sum().item()
+    assert num_equal >= (0.98 if DEVICE.type == "cpu" else 1) * x.numel()  # the interpreter rounds some wrongly
 
 
 def test_norms_quantise_what_they_give():

@@ -56,7 +56,7 @@ def kernels_in_torch():
 def load(folder, kind, threshold=0.0, dtype=torch.float32):
     if kind == "like nf4":
         model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
-        return quantised_models.quantised(model, quantised_models.nf4).to(DEVICE)
+        return quantised_models.quantised(model.to(DEVICE), quantised_models.nf4)
     if kind in ("fp8", "gptq", "awq"):
         model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
         return quantised_models.quantised(model, getattr(quantised_models, kind)).to(DEVICE)
@@ -175,7 +175,7 @@ def test_a_fault_between_tokens_is_still_found(folder, kind):
 @pytest.mark.filterwarnings("error:.*uncompiled")
 @pytest.mark.parametrize(("kind", "op"), [("fp8", "grouped_fp8"), ("mxfp4", "grouped_mxfp4")])
 def test_experts_are_of_our_ops(kind, op, by_ops):
-    model = experts(kind, torch.bfloat16)
+    model = experts(kind, torch.float32 if kind == "fp8" else torch.bfloat16)  # rows in FP8 tip over with less
     with specdec.attach(model, max_batch=3, max_seq_len=64, compile=True, compiler="eager") as engine:
         assert (by_ops[op], by_ops["gated"]) == (8, 4 if kind == "fp8" else 0)
         texts = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens

@@ -31,6 +31,7 @@ IGNORED = frozenset(
 # Arguments of a model's forward that are no inputs of a prompt's.
 TEXT = IGNORED | {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "kwargs"}
 DELTAS = "rope_deltas"  # attribute where models keep how far images have moved positions
+GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
 
 
@@ -111,6 +112,7 @@ class Images:
                 raise ValueError(
                     f"{name}={shown(value)}: expected a tensor; call the processor with return_tensors='pt'"
                 )
+        _check_sizes(given)
         given["input_ids"] = ids = given["input_ids"].reshape(-1, given["input_ids"].shape[-1])
         mask = given.get("attention_mask")
         given["attention_mask"] = mask = torch.ones_like(ids) if mask is None else mask.reshape(ids.shape)
@@ -195,6 +197,19 @@ class Images:
                 whole = hashlib.blake2b(keys[begin:end].tobytes(), digest_size=8).digest()
                 keys[begin:end] ^= np.frombuffer(whole, dtype=np.int64)
         return keys
+
+
+def _check_sizes(given: Mapping[str, Any]) -> None:
+    """ValueError unless there are as many patches as grids say: a GPU would read past the end of the others."""
+    for grids, pixels in GRIDS.items():
+        sizes, patches = given.get(grids), given.get(pixels)
+        if isinstance(sizes, torch.Tensor) and isinstance(patches, torch.Tensor):
+            num, expected = len(patches), int(sizes.prod(-1).sum())
+            if num != expected:
+                raise ValueError(
+                    f"{pixels}: expected {expected} patches, as {grids}={sizes.tolist()} says, there are {num}; "
+                    "give both as the processor makes them"
+                )
 
 
 def _spread(is_there: torch.Tensor | None, features: torch.Tensor) -> torch.Tensor:
