@@ -29,6 +29,7 @@ from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.launch.ahead import compiling_ahead
 from specdec.backends.triton.linear import fp8 as fp8_kernels
 from specdec.backends.triton.linear import packed as packed_kernels
+from specdec.backends.triton.linear import parts
 from specdec.tools.measure.results import write_results
 from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
 from tests import quantised_models
@@ -43,6 +44,7 @@ MAKE = {"fp8": quantised_models.fp8, "int4": quantised_models.gptq, "nf4": quant
 GPT_OSS = "gpt-oss-20b"
 PRODUCTS = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336))}
 PRODUCTS |= {"down": (14336, (4096,))}
+SHARED = 219 << 10
 CYCLED = 200 << 20  # bytes of copies that a product is timed on in turn: more than a cache holds
 
 
@@ -168,49 +170,42 @@ def checks() -> Iterator[dict[str, Any]]:
 
 def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
     """Yield the microseconds of every product, and its TB/s; with several tiles, or with that which is chosen."""
-    for form, module in (("fp8", fp8_kernels), ("int4", packed_kernels), ("nf4", packed_kernels)):
+    for form, kernels in (("fp8", fp8_kernels), ("int4", packed_kernels), ("nf4", packed_kernels)):
         for name, (K, sizes) in PRODUCTS.items():
             activation = "silu" if name == "gate_up" else ""
             one = weights(form, K, sizes)
             size = sum(t.numel() * t.element_size() for t in (*one[0], *one[1]))
             copies = [weights(form, K, sizes) for _ in range(max(2, CYCLED // size))]
             tried = []
-            for num_rows in (1, 32, 64, 128):
+            for num_rows in (1, 16, 32, 64, 128, 512):
                 x = torch.randn(num_rows, K, device=DEVICE).bfloat16()
-                chosen = module.choose_tile(num_rows, bool(activation), 219 << 10)
-                is_tried = has_tiles and num_rows < 128 and form != "nf4"
-                others = candidates(module, num_rows, bool(activation)) if is_tried else []
-                for tile in dict.fromkeys([chosen, *others]):
-                    tried.append(
-                        (num_rows, tile, tile == chosen, [product(form, x, made, activation) for made in copies])
-                    )
+                tables = kernels.TILES[:3] if has_tiles and form != "nf4" else ()
+                chosen = kernels.TILES.choose(
+                    num_rows, sizes[0] if activation else sum(sizes), bool(activation), SHARED
+                )
+                calls = [product(form, x, made, activation) for made in copies]
+                others = [tile for tiles in tables for tile in tiles if tile.m <= 2 * max(16, num_rows)]
+                tried += [(num_rows, tile, tile == chosen, calls) for tile in dict.fromkeys([chosen, *others])]
             with compiling_ahead(copies[0][0][0].device):
                 for _, tile, _, calls in tried:
-                    with_tile(module, tile, calls[:1])
+                    with_tile(tile, calls[:1])
             for num_rows, tile, is_chosen, calls in tried:
-                us = microseconds(module, tile, calls)
+                us = microseconds(tile, calls)
                 row = {"what": "product", "form": form, "product": name, "rows": num_rows, "tile": str(tuple(tile))}
                 yield {**row, "us": us, "tb_s": us and round(size / us / 1e6, 2), "is_chosen": is_chosen}
 
 
-def with_tile(module: Any, tile: Any, calls: list[Any]) -> None:
+def with_tile(tile: Any, calls: list[Any]) -> None:
     """Run `calls` with a tile, as far as it fits."""
-    with patch.object(module, "choose_tile", lambda *_: tile), suppress(Exception):
+    with patch.object(parts.Tiles, "choose", lambda *_: tile), suppress(Exception):
         for call in calls:
             call()
 
 
-def candidates(module: Any, num_rows: int, is_gated: bool) -> list[Any]:
-    """Return tiles to try beside the one that is chosen."""
-    m = max(16, num_rows)
-    shapes = [(m, 32, True, 4), (m, 32, True, 8), (m, 64, False, 4)]
-    return [module.Tile(*shape, stages) for shape in shapes for stages in ((3, 4) if is_gated else (5, 7))]
-
-
-def microseconds(module: Any, tile: Any, calls: list[Any]) -> float | None:
+def microseconds(tile: Any, calls: list[Any]) -> float | None:
     """Return the time of a call in a graph of all of them; None where a tile does not fit."""
     try:
-        with patch.object(module, "choose_tile", lambda *_: tile):
+        with patch.object(parts.Tiles, "choose", lambda *_: tile):
             return in_a_graph(calls)
     except Exception as error:
         print(f"  {type(error).__name__}: {str(error)[:100]}", flush=True)

@@ -26,6 +26,7 @@ from specdec.backends.triton.attention import tiling
 from specdec.backends.triton.experts import products as experts
 from specdec.backends.triton.experts import quantised as of_experts
 from specdec.backends.triton.linear import fp8, packed, tiles
+from specdec.backends.triton.linear import quantised as of_weights
 from specdec.backends.triton.recurrent import chunks
 
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # what one program can have, by compute capability
@@ -75,7 +76,7 @@ def compile_all(capability: int) -> list[str]:
         return run
 
     driver.set_active(CompileOnly(capability))
-    for module in (chunks, experts, fp8, packed, tiles, tiling):
+    for module in (chunks, experts, of_weights, tiles, tiling):
         module.shared_memory = lambda device: most
     JITFunction.__getitem__ = only_compile
     attention(torch.bfloat16, LAYERS[1], range(6))

@@ -13,9 +13,7 @@ import triton.language as tl
 from specdec.backends.triton.experts.products import SCANNED, is_scanned, route, routed_block, scanned
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED
-from specdec.backends.triton.linear.fp8 import scaled_product
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import both
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import unpacked_mxfp4
 
@@ -46,7 +44,8 @@ def _added(
     if FP8:
         w = tl.load((weight + of_n * 128)[:, None] + features, mask=has_n[:, None], other=0.0)
         scale, row_scale = tl.load(scales + of_n, mask=has_n), tl.load(row_scales + of_row, mask=has_row)
-        total = scaled_product(total, w, scale, x, row_scale, UPCAST)
+        fence_copies(w.shape[0])
+        total += dot(w, x.T, tl.zeros_like(total), UPCAST) * (scale[:, None] * row_scale[None, :])
     else:
         words = weight + of_n * stride * 16
         packed = tl.load(words[:, None] + tl.arange(0, 16)[None, :], mask=has_n[:, None], other=0)
@@ -54,6 +53,18 @@ def _added(
         fence_copies(packed.shape[0])
         total = dot(unpacked_mxfp4(packed, exponents, UPCAST), x.T, total, UPCAST)
     return total
+
+
+@triton.jit
+def _both(total, other, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the sum of both accumulators [BLOCK_N, BLOCK_M]; PAIRED: they are the diagonal of `total`."""
+    if PAIRED:
+        places = total.reshape([2, BLOCK_N, 2, BLOCK_M])
+        i = tl.arange(0, 2)
+        is_own = i[:, None, None, None] == i[None, None, :, None]
+        return tl.sum(tl.sum(tl.where(is_own, places, 0.0), 2), 0)
+    else:
+        return total + other
 
 
 @triton.jit
@@ -154,7 +165,7 @@ def _quantised_experts_kernel(
                 other = _added(
                     other, rows, of_rows, has_m, weights, of_weights, has_n, of_m + 1, of_n + 1, K, N, FP8, UPCAST
                 )
-        product = both(total, other, PAIRED, BLOCK_M, BLOCK_N)
+        product = _both(total, other, PAIRED, BLOCK_M, BLOCK_N)
         column, place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), first + tl.arange(0, BLOCK_M)
         if HAS_BIAS:
             inside = (column < N) & (expert < E)

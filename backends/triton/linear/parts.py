@@ -1,9 +1,9 @@
-"""What products with quantised weights have in common: up to three of them are one launch, such as Q, K and V, and two
-accumulators, one of even blocks of 128 features and one of odd ones, sum in order and are added at the end. So the bits
-of a row depend on neither the tile nor the other rows.
+"""What products with quantised weights have in common: up to three of them are one launch, such as Q, K and V, and K is
+summed in quarters, blocks of 128 features in order in each, which are added in their order at the end. So the bits of a
+row depend on neither the tile nor the other rows.
 
-For few rows one product on tensor cores has both sums (PAIRED): its first operand has the columns of an even block and
-of an odd one, its second operand the rows for both; the diagonal counts. Programs are half as long, and twice as many.
+For few rows, one product on tensor cores has two or all four quarters (`pack`): its first operand has the columns once
+for each of them, its second operand the rows; the diagonal counts. Programs are shorter by that, and as many more.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,37 @@ import triton
 import triton.language as tl
 
 from specdec.backends.linear import MOST_PARTS
+from specdec.backends.triton.linear.tiles import NUM_MULTIPROCESSORS
 
 T = TypeVar("T")
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, whether it has both sums, its warps, tiles that it loads ahead, and registers."""
+    """Rows and columns of a tile, quarters of K in one product, warps of a program, and tiles that it loads ahead."""
 
     m: int
     n: int
-    is_paired: bool
+    pack: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None
+
+
+class Tiles(NamedTuple):
+    """Tiles for up to 8, 16, 32, 64 and 128 rows, and for more: of few columns, of more, and of two weights with an
+    activation; and the bytes that a row and a column have of a block of features. Measured on an H100."""
+
+    narrow: Sequence[Tile]
+    wide: Sequence[Tile]
+    gated: Sequence[Tile]
+    row_bytes: int
+    column_bytes: int
+
+    def choose(self, num_rows: int, N: int, is_gated: bool, shared: int) -> Tile:
+        """Return the tile of `num_rows` rows and N columns, with as many stages as `shared` bytes hold."""
+        tiles = self.gated if is_gated else self.narrow if N <= 32 * NUM_MULTIPROCESSORS else self.wide
+        tile = tiles[sum(num_rows > limit for limit in (8, 16, 32, 64, 128))]
+        loaded = tile.pack * (self.row_bytes * tile.m + self.column_bytes * tile.n * (2 if is_gated else 1))
+        return tile._replace(num_stages=max(1, min(tile.num_stages, shared // loaded)))
 
 
 @triton.jit
@@ -44,15 +62,24 @@ def part_of(block, n0, n1, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def both(total, other, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the sum of both accumulators [BLOCK_N, BLOCK_M]; PAIRED: they are the diagonal of `total`."""
-    if PAIRED:
-        places = total.reshape([2, BLOCK_N, 2, BLOCK_M])
-        i = tl.arange(0, 2)
-        is_own = i[:, None, None, None] == i[None, None, :, None]
-        return tl.sum(tl.sum(tl.where(is_own, places, 0.0), 2), 0)
+def with_quarters(total, sums, PACK: tl.constexpr):
+    """Return `total` [A, B] and the next PACK quarters, the diagonal of sums [PACK * A, PACK * B], added in order."""
+    if PACK == 1:
+        total += sums
     else:
-        return total + other
+        places = sums.reshape([PACK, total.shape[0], PACK, total.shape[1]])
+        i = tl.arange(0, PACK)
+        is_own = i[:, None, None, None] == i[None, None, :, None]
+        quarters = tl.sum(tl.where(is_own, places, 0.0), 2).permute(1, 2, 0)
+        if PACK == 2:
+            first, second = tl.split(quarters)
+            total = total + first + second
+        else:
+            even, odd = tl.split(quarters.reshape([total.shape[0], total.shape[1], 2, 2]))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+            total = total + first + second + third + fourth
+    return total
 
 
 @triton.jit

@@ -167,3 +167,30 @@ def unpacked_nf4(words, s0, s1, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
         args = [words, s0, s1]
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(assembly, OPERANDS_OF_NF4, args, dtypes, True, 2)
     return _in_order(a, b, c, d, e, f, g, h, N)
+
+
+@triton.jit
+def weights_of_words(
+    words, scales, is_inside, block, size, GROUP: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr
+):
+    """Return weights [N, 128] of a block of features, or of a block each; scales: pointers to the first ones of each.
+
+    size: of columns, from a scale to the next one. NF4 has scales in fp32.
+    """
+    inside = is_inside[:, None]
+    group = block * (128 // GROUP) if GROUP < 128 else block // (GROUP // 128)
+    at = (scales + group * size)[:, None]
+    s0 = tl.load(at, mask=inside, other=0)
+    s1, s2, s3 = s0, s0, s0
+    if GROUP == 64:
+        s2 = tl.load(at + size, mask=inside, other=0)
+        s3 = s2
+    if GROUP == 32:
+        s1 = tl.load(at + size, mask=inside, other=0)
+        s2 = tl.load(at + 2 * size, mask=inside, other=0)
+        s3 = tl.load(at + 3 * size, mask=inside, other=0)
+    if scales.dtype.element_ty == tl.float32:
+        w = unpacked_nf4(words, s0, s2, DTYPE, UPCAST)
+    else:
+        w = unpacked(words, s0, s1, s2, s3, DTYPE, UPCAST)
+    return w

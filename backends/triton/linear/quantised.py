@@ -1,0 +1,163 @@
+"""Products of rows and quantised weights, of up to three parts: what `fp8` and `packed` launch. See `parts`.
+
+Twins: `specdec.backends.linear.fp8.fp8_linear_twin` and `specdec.backends.linear.packed.packed_linear_twin`.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.linear import MOST_PARTS
+from specdec.backends.triton.launch.fences import fence_copies
+from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
+from specdec.backends.triton.launch.shared_memory import shared_memory
+from specdec.backends.triton.linear.gates import gated
+from specdec.backends.triton.linear.parts import Tiles, filled, finished, part_of, picked, with_quarters
+from specdec.backends.triton.linear.products import dot
+from specdec.backends.triton.linear.unpack import weights_of_words
+
+
+@triton.jit
+def _fp8_added(sums, rows, row_scale, weight, scales, has_row, has_column, UPCAST: tl.constexpr):
+    """Return `sums` [rows, columns] and a product of blocks; scales: pointers to that of the columns, for each row."""
+    w = tl.load(weight[:, None] + tl.arange(0, 128)[None, :], mask=has_column[:, None], other=0.0)
+    scale = row_scale * tl.load(scales, mask=has_row, other=0.0)
+    fence_copies(rows.shape[0])
+    return sums + dot(rows, w.T, tl.zeros_like(sums), UPCAST) * scale[:, None]
+
+
+@triton.jit
+def _packed_added(sums, rows, words, scales, block, size, has_column, GROUP: tl.constexpr, UPCAST: tl.constexpr):
+    """Return `sums` [columns, rows] and a product of blocks; words: pointers, scales: pointers to the first ones."""
+    packed = tl.load(words[:, None] + tl.arange(0, 16)[None, :], mask=has_column[:, None], other=0)
+    w = weights_of_words(packed, scales, has_column, block, size, GROUP, rows.dtype, UPCAST)
+    fence_copies(packed.shape[0])
+    return dot(w, rows.T, sums, UPCAST)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "N", "n0", "n1", "n2", "stride"])
+def _quantised_kernel(
+    x,
+    scales_of_rows,
+    w0,
+    w1,
+    w2,
+    s0,
+    s1,
+    s2,
+    b0,
+    b1,
+    b2,
+    out,
+    num_rows,
+    num_blocks,
+    N,
+    n0,
+    n1,
+    n2,
+    stride,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    IS_UNEVEN: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """BLOCK_M rows and BLOCK_N columns of one part of out [num_rows, N]. N, sizes of parts, and stride in units of 16.
+
+    num_blocks: of 128 features. GROUP: features of a scale of 4-bit weights; 0 for weights in FP8. ACTIVATION: "" for
+    plain products; else the first part is gate, the second is up. IS_UNEVEN: the last quarters of K may be shorter.
+    """
+    N, n0, n1, n2, stride = N * 16, n0 * 16, n1 * 16, n2 * 16, stride * 16
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    part, number = part_of(tl.program_id(1), n0, n1, BLOCK_N)
+    begin, size = picked(0, n0, n0 + n1, part), picked(n0, n1, n2, part)
+    weight, scales, bias = picked(w0, w1, w2, part), picked(s0, s1, s2, part), picked(b0, b1, b2, part)
+    i, j = tl.arange(0, PACK * BLOCK_N), tl.arange(0, PACK * BLOCK_M)
+    n, m = (number * BLOCK_N + i % BLOCK_N).to(tl.int64), (tl.program_id(0) * BLOCK_M + j % BLOCK_M).to(tl.int64)
+    is_column, is_row = n < size, m < num_rows
+    quarter = tl.cdiv(num_blocks, 4)
+    if GROUP == 0:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = total
+    for first in range(0, 4, PACK):
+        of_n, of_m = (first + i // BLOCK_N) * quarter, (first + j // BLOCK_M) * quarter
+        rows = x + m * stride + of_m * 128
+        if GROUP == 0:
+            row_scales, at = scales_of_rows + m * num_blocks + of_m, (n * num_blocks + of_n) * 128
+            of_scale = number * BLOCK_N // 128 * num_blocks + of_m
+            sums = tl.zeros([PACK * BLOCK_M, PACK * BLOCK_N], tl.float32)
+        else:
+            at = (of_n * size + n) * 16
+            sums = tl.zeros([PACK * BLOCK_N, PACK * BLOCK_M], tl.float32)
+        up_sums = sums
+        for t in tl.range(0, quarter, num_stages=NUM_STAGES):
+            has_n, has_m = is_column, is_row
+            if IS_UNEVEN:
+                has_n, has_m = has_n & (of_n + t < num_blocks), has_m & (of_m + t < num_blocks)
+            block = tl.load((rows + t * 128)[:, None] + tl.arange(0, 128)[None, :], mask=has_m[:, None], other=0.0)
+            if GROUP == 0:
+                row_scale, w, s = tl.load(row_scales + t, mask=has_m, other=0.0), at + t * 128, of_scale + t
+                sums = _fp8_added(sums, block, row_scale, weight + w, scales + s, has_m, has_n, UPCAST)
+                if ACTIVATION != "":
+                    up_sums = _fp8_added(up_sums, block, row_scale, w1 + w, s1 + s, has_m, has_n, UPCAST)
+            else:
+                w, of_block = at + t * size * 16, of_n + t
+                sums = _packed_added(sums, block, weight + w, scales + n, of_block, size, has_n, GROUP, UPCAST)
+                if ACTIVATION != "":
+                    up_sums = _packed_added(up_sums, block, w1 + w, s1 + n, of_block, size, has_n, GROUP, UPCAST)
+        total = with_quarters(total, sums, PACK)
+        if ACTIVATION != "":
+            up = with_quarters(up, up_sums, PACK)
+    if GROUP == 0:
+        total, up = total.T, up.T
+    n, m = number * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    product = finished(total, bias, n, size, HAS_BIAS, DTYPE)
+    if ACTIVATION != "":
+        product = gated(product, finished(up, b1, n, size, HAS_BIAS, DTYPE), ACTIVATION)
+    at = out + m.to(tl.int64)[None, :] * N + (begin + n)[:, None]
+    tl.store(at, product, mask=(m < num_rows)[None, :] & (n < size)[:, None])
+
+
+@cache
+def _run(num_warps: int, num_stages: int) -> CachedLaunch:
+    return CachedLaunch(_quantised_kernel, num_warps, num_stages)
+
+
+def launch(
+    x: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    bias: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    activation: str,
+    group: int,
+    tiles: Tiles,
+) -> torch.Tensor:
+    """Multiply rows x [M, K] with weights of `sizes` columns: [M, N] of `dtype`; group: GROUP of the kernel."""
+    num_rows, num_blocks = x.shape[0], x.shape[1] // 128
+    own = sizes[:1] if activation else sizes
+    N = sum(own)
+    out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
+    grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
+    tensors = x, x if row_scales is None else row_scales, *filled(weights), *filled(scales)
+    tensors = *tensors, *(filled(bias) if bias else [out] * MOST_PARTS), out
+    units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)), x.stride(0))]
+    constants = {"GROUP": group, "ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}
+    constants |= {"IS_UNEVEN": num_blocks % 4 > 0, "PACK": tile.pack}
+    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
+    _run(tile.num_warps, tile.num_stages)(grid, *tensors, num_rows, num_blocks, *units, **constants)
+    return out
