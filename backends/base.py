@@ -59,15 +59,15 @@ class Capabilities:
 
     fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
     packed_prefill: whether it attends in prefills whose lengths only the device knows (`AttentionMetadata.is_packed`).
-    head_dims: of q, k and v; None: any up to max_head_dim. limits: whether prefills may bring some
-    (`AttentionMetadata.limits`).
+    head_dims: of q, k and v; None: any up to max_head_dim. max_latent_dim: of K whose first part is V; 0: there is none.
+    limits: whether prefills may bring some (`AttentionMetadata.limits`).
     """
 
     sliding_window: bool
     sinks: bool
     softcap: bool
     v_dim_differs: bool
-    v_in_k: bool
+    max_latent_dim: int
     dtypes: frozenset[torch.dtype]
     max_head_dim: int
     fused_ops: bool = False
@@ -85,14 +85,15 @@ def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: 
     for i, layer in enumerate(layers):
         dims = {layer.qk_dim, layer.v_dim}
         widest, known = max(dims), capabilities.head_dims or dims
+        most = capabilities.max_latent_dim if layer.v_in_k else capabilities.max_head_dim
         wants = {
             f"head dims {sorted(dims - known)} where there are {sorted(known)}": bool(dims - known),
-            f"head dim {widest} over {capabilities.max_head_dim}": widest > capabilities.max_head_dim,
+            f"head dim {widest} over {most}": widest > most > 0,
             "a sliding window": layer.window is not None and not capabilities.sliding_window,
             "chunked attention": layer.chunk is not None and not capabilities.chunks,
             "attention sinks": layer.has_sinks and not capabilities.sinks,
             "a logit softcap": layer.softcap is not None and not capabilities.softcap,
-            "V as a part of K": layer.v_in_k and not capabilities.v_in_k,
+            "V as a part of K": not most,
             "v_dim different from qk_dim": layer.v_dim != layer.qk_dim and not capabilities.v_dim_differs,
         }
         reasons += [f"layer {i} needs {what}" for what, missing in wants.items() if missing]

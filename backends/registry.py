@@ -88,6 +88,11 @@ def pick_backend(
     raise AttachError("the model", against)
 
 
+def takes_latents(name: str) -> bool:
+    """Return whether the backend `name`, or any that "auto" picks, attends over latents (`LayerSpec.v_in_k`)."""
+    return name != "flashinfer"
+
+
 def _why(asked: str, picked: str, against: Sequence[str]) -> str:
     if asked != "auto":
         return "asked for"

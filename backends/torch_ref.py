@@ -55,7 +55,7 @@ class TorchBackend(AttentionBackend):
         sinks=True,
         softcap=True,
         v_dim_differs=True,
-        v_in_k=True,
+        max_latent_dim=1 << 16,
         chunks=True,
         limits=True,
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.backends.comm import Communicator
+from specdec.backends.registry import takes_latents
 from specdec.core.batch import on_device, refuse_autocast
 from specdec.core.config import EngineConfig
 from specdec.core.engine.admission import compile_grammar, make_requests
@@ -100,7 +101,8 @@ def attach(
         ranks = None if group is None else Ranks.of(group)
         preload(config, model.device)
         with nullcontext() if ranks is None else ranks.attaching((name, config)):
-            hf = HFTarget(model, None if ranks is None else partial(_join, ranks))
+            keeps_latents = takes_latents(config.backend) and not adapters  # which may adapt what would expand them
+            hf = HFTarget(model, None if ranks is None else partial(_join, ranks), keeps_latents)
             if ranks is not None:
                 hf.any_rank = ranks.any_in_attach
             try:

@@ -48,13 +48,15 @@ class CompileOnly:
         return 0
 
 
-# Heads of SmolLM2, of an 8B with all that gpt-oss and Gemma 2 add, of latents, of Qwen3.5, of gpt-oss.
+# Heads of SmolLM2, of an 8B with all that gpt-oss and Gemma 2 add, of latents that are expanded, of Qwen3.5, of latents,
+# of gpt-oss.
 LAYERS: Sequence[dict[str, Any]] = (
     {"num_heads": 9, "num_kv_heads": 3, "qk_dim": 64, "v_dim": 64, "scaling": 0.1},
     {"num_heads": 32, "num_kv_heads": 8, "qk_dim": 128, "v_dim": 128, "scaling": 0.1}
     | {"window": 64, "softcap": 30.0, "has_sinks": True},
     {"num_heads": 2, "num_kv_heads": 1, "qk_dim": 192, "v_dim": 128, "scaling": 0.1},
     {"num_heads": 16, "num_kv_heads": 2, "qk_dim": 256, "v_dim": 256, "scaling": 0.1},
+    {"num_heads": 20, "num_kv_heads": 1, "qk_dim": 576, "v_dim": 512, "scaling": 0.1, "v_in_k": True},
     {"num_heads": 64, "num_kv_heads": 8, "qk_dim": 64, "v_dim": 64, "scaling": 0.1, "window": 128, "has_sinks": True},
 )
 
@@ -82,6 +84,7 @@ def compile_all(capability: int) -> list[str]:
     attention(torch.bfloat16, LAYERS[1], range(6))
     attention(torch.bfloat16, LAYERS[0], (0, 1, 4, 5))
     attention(torch.bfloat16, LAYERS[2], (1, 4))
+    attention(torch.bfloat16, LAYERS[4], (0, 1, 4))
     attention(torch.float32, LAYERS[1], (1, 4))
     if capability != 90:  # less shared memory: what takes the most
         for layer in LAYERS:
@@ -92,6 +95,7 @@ def compile_all(capability: int) -> list[str]:
     products_of_experts()
     products_and_norms()
     adapters()
+    latents()
     quantised()
     quantised_experts()
     choices_of_routers()
@@ -140,6 +144,16 @@ def adapters() -> None:
             a = [torch.zeros(3, rank, K, dtype=torch.bfloat16) for _ in sizes]
             b = [torch.zeros(3, size, rank, dtype=torch.bfloat16) for size in sizes]
             lora(x, y, a, b, [torch.zeros(3)] * len(sizes), torch.zeros(num_rows, dtype=torch.int64))
+
+
+def latents() -> None:
+    """Few rows and many, of queries and of values."""
+    from specdec.backends.triton.linear.latents import latent_queries, latent_values
+
+    weight = torch.zeros(20 * (192 + 256), 512, dtype=torch.bfloat16)
+    for num_rows in (1, 40, 300):
+        latent_queries(torch.zeros(num_rows, 20, 256, dtype=torch.bfloat16), weight, 64)
+        latent_values(torch.zeros(num_rows, 20, 512, dtype=torch.bfloat16), weight, 192)
 
 
 def quantised() -> None:

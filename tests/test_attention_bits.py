@@ -29,6 +29,7 @@ LAYERS = {
     "softcap": replace(SMALL, softcap=2.0),
     "sinks": replace(SMALL, has_sinks=True),
     "v_dim": LayerSpec(2, 2, 24, 12, 0.2),
+    "latents": LayerSpec(5, 1, 24, 16, 0.2, v_in_k=True),
 }
 REAL = {
     "8B": LayerSpec(32, 8, 128, 128, 0.09),
@@ -36,6 +37,7 @@ REAL = {
     "gpt-oss": LayerSpec(64, 8, 64, 64, 0.125, window=128, has_sinks=True),
     "Gemma": LayerSpec(8, 4, 256, 256, 0.06, window=1024, softcap=50.0),
     "latent": LayerSpec(8, 8, 192, 128, 0.07),
+    "GLM-Flash": LayerSpec(20, 1, 576, 512, 0.06, v_in_k=True),
 }
 
 

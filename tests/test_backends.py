@@ -56,6 +56,7 @@ LAYERS = {
     "mqa": LayerSpec(5, 1, 64, 64, 0.125),
     "wide": LayerSpec(4, 2, 192, 128, 0.07, softcap=30.0, has_sinks=True),
     "widest": LayerSpec(2, 1, 256, 256, 0.0625, window=40),
+    "latents": LayerSpec(20, 1, 40, 32, 0.2, v_in_k=True),
 }
 PREFIXES = (11, 3, 150)
 

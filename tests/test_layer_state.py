@@ -1,10 +1,13 @@
 """State that layers keep between forwards: states by row beside K/V, and latents whose V is a part of K."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import specdec
 from specdec.backends import BACKENDS, AttentionCall, LayerSpec, TorchBackend, op, unmet_needs
+from specdec.backends.registry import takes_latents
 from specdec.core.batch import ForwardMode
 from specdec.core.cache.pool import KVPool, LayerState
 from specdec.core.functional.torch_ops import TORCH_OPS
@@ -125,5 +128,8 @@ def test_a_latent_is_stored_once_and_attends_as_k_and_v_do():
 
 def test_backends_say_whether_they_take_latents():
     needs = {name: unmet_needs(kind().capabilities, [LATENT], torch.float32) for name, kind in BACKENDS.items()}
-    assert needs["torch"] == []
-    assert needs["triton"] == ["layer 0 needs V as a part of K"]
+    assert needs["torch"] == needs["triton"] == needs["triton+flashinfer"] == []
+    assert "layer 0 needs V as a part of K" in needs["flashinfer"]
+    assert {name for name in BACKENDS if takes_latents(name)} == {*BACKENDS} - {"flashinfer"} and takes_latents("auto")
+    wide = unmet_needs(BACKENDS["triton"]().capabilities, [replace(LATENT, qk_dim=640)], torch.float32)
+    assert wide == ["layer 0 needs head dim 640 over 576"]

@@ -49,6 +49,7 @@ class FlashInferBackend(TritonBackend):
         packed_prefill=False,
         limits=False,
         v_dim_differs=False,
+        max_latent_dim=0,
         dtypes=_DTYPES,
         head_dims=HEAD_DIMS,
         max_head_dim=max(HEAD_DIMS),

@@ -37,7 +37,7 @@ class TritonBackend(AttentionBackend):
         sinks=True,
         softcap=True,
         v_dim_differs=True,
-        v_in_k=False,
+        max_latent_dim=576,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=256,
         fused_ops=True,
@@ -70,7 +70,7 @@ class TritonBackend(AttentionBackend):
     def store(self, call: AttentionCall, slots: torch.Tensor, q_out: torch.Tensor | None = None) -> torch.Tensor:
         assert call.k is not None and call.v is not None
         pools = call.pool.k[call.layer_id], call.pool.v[call.layer_id]
-        return store_kv(call.q, call.k, call.v, *pools, slots, call.rope, q_out)
+        return store_kv(call.q, call.k, call.v, *pools, slots, call.rope, q_out, call.layer.v_in_k)
 
     def _attend(self, call: AttentionCall) -> None:
         q, out, pool, layer, sinks = call.q, call.out, call.pool, call.layer, call.sinks

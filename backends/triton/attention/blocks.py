@@ -68,11 +68,10 @@ def _add_dot(a, b, acc, shrink, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(q, k, v, state, visible, scales, MASKED: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr):
-    """Take one block of keys into `state`."""
+def _softmax_step(s, v, state, visible, scales, MASKED: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr):
+    """Take one block of keys, with products `s` of queries and keys, into `state`."""
     m, mass, acc = state
     scale_log2, cap_scale = scales
-    s = _dot(q, k, tl.zeros([q.shape[0], k.shape[1]], tl.float32), UPCAST)
     if CAPPED:
         s = 1 - 2 / (tl.exp2(s * cap_scale) + 1)  # tanh(x) = 1 - 2 / (exp(2x) + 1) is right at both ends
     if MASKED:
@@ -102,6 +101,19 @@ def _rows(pool, slots, d, STRIDE: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
+def query_tile(q_row, d, dv, is_row, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, V_IN_K: tl.constexpr):
+    """Load a tile of queries [BLOCK_M, columns d] from q_row [BLOCK_M], where rows begin; beside it, where V is in K,
+    the columns dv that multiply V, and then d are those behind."""
+    mask = is_row[:, None]
+    if V_IN_K:
+        rest = tl.load(q_row[:, None] + V_DIM + d, mask=mask & (d < QK_DIM - V_DIM), other=0.0)
+        tile = tl.load(q_row[:, None] + dv, mask=mask & (dv < V_DIM), other=0.0), rest
+    else:
+        tile = (tl.load(q_row[:, None] + d, mask=mask & (d < QK_DIM), other=0.0),)
+    return tile
+
+
+@triton.jit
 def take_block(
     q,
     k_head,
@@ -118,16 +130,26 @@ def take_block(
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
+    V_IN_K: tl.constexpr,
 ):
     """Load K and V of `slots` [BLOCK_N] and take them in; k_head and v_head point at the head, d and dv are columns.
 
+    q: of `query_tile`. V_IN_K: V is loaded once, and d are the columns of K behind it.
     visible [BLOCK_M, BLOCK_N]: only used if MASKED. scales: from logits (if CAPPED, from their tanh) to units of log2,
     and of what the softcap takes the tanh of.
     """
-    k = _rows(k_head, slots, d, NUM_KV_HEADS * QK_DIM, QK_DIM)
-    v = _rows(v_head, slots, dv, NUM_KV_HEADS * V_DIM, V_DIM)
-    fence_copies(q.shape[0])
-    return _softmax_step(q, tl.trans(k), v, state, visible, scales, MASKED, CAPPED, UPCAST)
+    s = tl.zeros([q[0].shape[0], slots.shape[0]], tl.float32)
+    if V_IN_K:
+        v = _rows(k_head, slots, dv, NUM_KV_HEADS * QK_DIM, V_DIM)
+        rest = _rows(k_head + V_DIM, slots, d, NUM_KV_HEADS * QK_DIM, QK_DIM - V_DIM)
+        fence_copies(q[0].shape[0])
+        s = _dot(q[1], tl.trans(rest), _dot(q[0], tl.trans(v), s, UPCAST), UPCAST)
+    else:
+        k = _rows(k_head, slots, d, NUM_KV_HEADS * QK_DIM, QK_DIM)
+        v = _rows(v_head, slots, dv, NUM_KV_HEADS * V_DIM, V_DIM)
+        fence_copies(q[0].shape[0])
+        s = _dot(q[0], tl.trans(k), s, UPCAST)
+    return _softmax_step(s, v, state, visible, scales, MASKED, CAPPED, UPCAST)
 
 
 @triton.jit

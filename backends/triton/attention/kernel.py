@@ -18,6 +18,7 @@ from specdec.backends.base import LayerSpec
 from specdec.backends.triton.attention.blocks import (
     empty_state,
     fold,
+    query_tile,
     result_of,
     slots_of,
     take_block,
@@ -75,6 +76,7 @@ def _walk(
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
+    V_IN_K: tl.constexpr,
 ):
     """Take in the blocks of keys [begin, end), the first with `slots`; where a chunk begins, leave the one before.
 
@@ -90,13 +92,13 @@ def _walk(
         if (start == chunk_begin(chunk)) & (start > kv_begin):
             total = _leave(
                 total, state, chunk - 1 - first_chunk, is_split, partial_acc, partial_stats, at, is_row, dv,
-                NUM_KV_HEADS * q.shape[0], V_DIM,
+                NUM_KV_HEADS * is_row.shape[0], V_DIM,
             )  # fmt: skip
-            state = empty_state(q.shape[0], dv.shape[0])
+            state = empty_state(is_row.shape[0], dv.shape[0])
         visible = visible_keys(start + n, q_pos, limit, window, HAS_WINDOW) if MASKED else None
         state = take_block(
             q, k_head, v_head, slots, d, dv, state, visible, scales,
-            NUM_KV_HEADS, QK_DIM, V_DIM, MASKED, CAPPED, UPCAST,
+            NUM_KV_HEADS, QK_DIM, V_DIM, MASKED, CAPPED, UPCAST, V_IN_K,
         )  # fmt: skip
         slots = next_slots
     return slots, total, state
@@ -146,6 +148,7 @@ def _attention_kernel(
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
+    V_IN_K: tl.constexpr,
     PDL: tl.constexpr,
     TREE: tl.constexpr,
     FOLD_M: tl.constexpr,
@@ -180,8 +183,7 @@ def _attention_kernel(
     head = kv_head * GROUP + row % GROUP
     is_row = query < q_len
     token = (q_start + query).to(tl.int64)
-    q_at = q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d
-    q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
+    q_tile = query_tile(q + token * q_stride_t + head * q_stride_h, d, dv, is_row, QK_DIM, V_DIM, V_IN_K)
 
     # Keys of [full_begin, masked_from), in whole blocks, are seen by all rows and need no mask.
     if TREE:
@@ -211,16 +213,16 @@ def _attention_kernel(
         slots, total, state = _walk(
             kv_begin, tl.minimum(full_begin, kv_end), keys, table, slots, q_tile, k_head, v_head, d, dv, total, state,
             q_pos, limit, is_row, window, scales, pool,
-            NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST,
+            NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST, V_IN_K,
         )  # fmt: skip
     slots, total, state = _walk(
         full_begin, masked_from, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, limit, is_row,
-        window, scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, False, CAPPED, UPCAST,
+        window, scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, False, CAPPED, UPCAST, V_IN_K,
     )  # fmt: skip
     if not TREE:
         slots, total, state = _walk(
             masked_from, kv_end, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, limit, is_row,
-            window, scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST,
+            window, scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST, V_IN_K,
         )  # fmt: skip
 
     place = chunk_at(kv_end - 1) - first_chunk
@@ -309,7 +311,7 @@ def _constants(layer: LayerSpec, has_sinks: bool, tiling: Tiling, dtype: torch.d
         GROUP=layer.num_heads // layer.num_kv_heads,
         QK_DIM=layer.qk_dim,
         V_DIM=layer.v_dim,
-        BLOCK_QK=padded_dim(layer.qk_dim),
+        BLOCK_QK=padded_dim(layer.qk_dim - (layer.v_dim if layer.v_in_k else 0)),
         BLOCK_V=padded_dim(layer.v_dim),
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
@@ -317,5 +319,6 @@ def _constants(layer: LayerSpec, has_sinks: bool, tiling: Tiling, dtype: torch.d
         CAPPED=layer.softcap is not None,
         HAS_SINKS=has_sinks,
         UPCAST=INTERPRETED and dtype == torch.bfloat16,
+        V_IN_K=layer.v_in_k,
         PDL=follows_early(),
     )

@@ -89,6 +89,7 @@ def _store_kernel(
     V_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
     COPIES_Q: tl.constexpr,
+    V_IN_K: tl.constexpr,
     BLOCK_HQ: tl.constexpr,
     BLOCK_HKV: tl.constexpr,
     BLOCK_QK: tl.constexpr,
@@ -101,9 +102,10 @@ def _store_kernel(
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    k_row, v_row = k + token * k_stride_t, v + token * v_stride_t
-    k_slot, v_slot = k_pool + slot * (NUM_KV_HEADS * QK_DIM), v_pool + slot * (NUM_KV_HEADS * V_DIM)
-    _copy(v_row, v_slot, v_stride_h, NUM_KV_HEADS, V_DIM, BLOCK_HKV, BLOCK_V)
+    k_row, k_slot = k + token * k_stride_t, k_pool + slot * (NUM_KV_HEADS * QK_DIM)
+    if not V_IN_K:
+        v_row, v_slot = v + token * v_stride_t, v_pool + slot * (NUM_KV_HEADS * V_DIM)
+        _copy(v_row, v_slot, v_stride_h, NUM_KV_HEADS, V_DIM, BLOCK_HKV, BLOCK_V)
     if ROTARY == 0:
         _copy(k_row, k_slot, k_stride_h, NUM_KV_HEADS, QK_DIM, BLOCK_HKV, BLOCK_QK)
         if COPIES_Q:
@@ -130,8 +132,11 @@ def store_kv(
     slots: torch.Tensor,
     rope: Rope | None,
     q_out: torch.Tensor | None = None,
+    v_in_k: bool = False,
 ) -> torch.Tensor:
     """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool at `slots` [T] int64; returns the q to attend with.
+
+    v_in_k: v is a part of k and not written again.
 
     Without `rope` q [T, Hq, qk_dim] comes back as it is; with it q and k are rotated. q_out, dense like q, takes the
     q to attend with in either case.
@@ -170,6 +175,7 @@ def store_kv(
         V_DIM=v_dim,
         ROTARY=rotary,
         COPIES_Q=copies_q,
+        V_IN_K=v_in_k,
         BLOCK_HQ=triton.next_power_of_2(num_heads),
         BLOCK_HKV=triton.next_power_of_2(num_kv_heads),
         BLOCK_QK=triton.next_power_of_2(qk_dim),

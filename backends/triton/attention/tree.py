@@ -18,6 +18,7 @@ from specdec.backends.triton.attention.blocks import (
     MASS,
     empty_state,
     fold,
+    query_tile,
     result_of,
     take_block,
 )
@@ -28,7 +29,7 @@ from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch
 from specdec.core.batch import AttentionMetadata
 
 ROWS = 16  # of a program: the fewest that a product has
-AHEAD = 1 if INTERPRETED else 8  # states that are loaded at once
+AHEAD = 1 if INTERPRETED else 8  # states that are loaded at once; of latents, which are wide, fewer by more warps
 
 
 @triton.jit(
@@ -71,6 +72,7 @@ def _tails_kernel(
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
+    V_IN_K: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -96,8 +98,7 @@ def _tails_kernel(
     for base in range(0, tail_len, BLOCK_N):
         slots = tl.load(path + base + n, mask=base + n < tail_len, other=0)
         end = tl.maximum(end, prefix + tl.max(tl.where(slots > 0, base + n + 1, 0), 0))
-    q_at = q + token * q_stride_t + head_of_row[:, None] * q_stride_h + d
-    q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
+    q_tile = query_tile(q + token * q_stride_t + head_of_row * q_stride_h, d, dv, is_row, QK_DIM, V_DIM, V_IN_K)
 
     # The states of the node's rows, one a chunk; the blocks below continue the last one.
     row = node * GROUP + member
@@ -121,7 +122,7 @@ def _tails_kernel(
         visible = visible[None, :] & (head_of_row >= 0)[:, None]
         state = take_block(
             q_tile, k_head, v_head, in_prefix + in_tail, d, dv, state, visible, (scale_log2, cap_scale),
-            NUM_KV_HEADS, QK_DIM, V_DIM, True, CAPPED, UPCAST,
+            NUM_KV_HEADS, QK_DIM, V_DIM, True, CAPPED, UPCAST, V_IN_K,
         )  # fmt: skip
     result = result_of(fold(total, state), sinks, head_of_row, is_row, HAS_SINKS)
     out_at = out + token * out_stride_t + head_of_row[:, None] * out_stride_h + dv
@@ -174,7 +175,7 @@ def attend_tails(
         *strides,
     )
     members = min(triton.next_power_of_2(group), ROWS)
-    own = {**constants, "ROWS": ROWS, "MEMBERS": members, "AHEAD": AHEAD}
+    own = {**constants, "ROWS": ROWS, "MEMBERS": members, "AHEAD": min(AHEAD, 2) if layer.v_in_k else AHEAD}
     grid = (m.q_len, layer.num_kv_heads * triton.cdiv(group, ROWS), m.num_reqs)
-    compiled = _tails_kernel[grid](*args, **own, num_warps=2, num_stages=1, launch_pdl=own["PDL"])
+    compiled = _tails_kernel[grid](*args, **own, num_warps=8 if layer.v_in_k else 2, num_stages=1, launch_pdl=own["PDL"])
     return None if INTERPRETED else Relaunch(_tails_kernel, compiled, grid, args, own)

@@ -26,6 +26,8 @@ PRODUCTS = (
     "packed_linear",
     "quantise",
     "fp8_linear",
+    "latent_queries",
+    "latent_values",
 )
 KINDS = {
     "attention": ("attn",),

@@ -52,15 +52,20 @@ class HFTarget:
     compiled: what replaces the live model's layers, if anything, in prefills and in rounds. any_rank: whether something
     is so on any of the ranks that share the model, which all ask. used_by: returns the engine that runs it, while there
     is one; set by that engine, which it does not keep alive. lora: adapters that requests choose, if there are some.
-    images: how it reads prompts with images.
+    images: how it reads prompts with images. keeps_latents: whether K/V of attention over latents is kept as such.
     """
 
     any_rank: Callable[[bool], bool] = staticmethod(bool)
     used_by: Callable[[], Any] = staticmethod(lambda: None)
     lora: Lora | None = None
 
-    def __init__(self, model: PreTrainedModel, join: Callable[[Communicator], None] | None = None):
-        """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        join: Callable[[Communicator], None] | None = None,
+        keeps_latents: bool = True,
+    ):
+        """keeps_latents: unless the model is sharded, whose ranks have heads of their own. join: gets a sharded model's communicator before it is used: so its ranks can wait for each other."""
         self.model = model
         if is_attached(model):
             gc.collect()  # an engine that nobody holds any more may be waiting for it
@@ -69,6 +74,7 @@ class HFTarget:
         self.comm: Communicator | None = None
         self._sharded: Sharded | None = None
         group = find_group(model)
+        self.keeps_latents = keeps_latents and group is None
         try:
             if group is not None:
                 self.comm = Communicator(group, model.device)
@@ -82,7 +88,7 @@ class HFTarget:
 
     def _admit(self, model: PreTrainedModel) -> None:
         """Probe the model and mark it; AttachError for one that cannot be attached."""
-        self.spec: ModelSpec = probe(model)
+        self.spec: ModelSpec = probe(model, self.keeps_latents)
         if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()

@@ -34,7 +34,7 @@ class Route:
         self._model = model
         self._modules = list(model.modules())
         self._turns = number_layers(spec.modules)
-        self._places = _places(model, spec.attending)
+        self._places = _places(model, {*spec.attending, *spec.adapter(Attention).expansions.values()})
 
     def relies_on(self, change: Change) -> bool:
         """Return whether attention and pools were set up from what has changed: routed modules and those around them,

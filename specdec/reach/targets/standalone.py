@@ -37,7 +37,7 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
     if own is None and tokenizer is not None and not isinstance(draft, nn.Module):
         _check_note(draft, tokenizer)
     try:
-        attached = HFTarget(model)
+        attached = HFTarget(model, keeps_latents=target.keeps_latents)
     except AttachError as error:
         raise AttachError(f"the draft, a {type(model).__name__}", error.reasons) from None
     if attached.device != target.device:

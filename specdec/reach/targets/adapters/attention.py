@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from specdec.backends import attention
+from specdec.reach.targets.adapters import latents
 from specdec.reach.targets.adapters.overrides import ConfigViews, replaced
 from specdec.reach.targets.marks import layer_id
 
@@ -53,6 +54,8 @@ def route_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
     """Route an attention call through our op; see `Attend`."""
+    if latents.is_latent(module):
+        return latents.attend(module, q, k, v, layer_id(module)).unsqueeze(0), None
     out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), layer_id(module))
     return out.unsqueeze(0), None
 
@@ -61,7 +64,8 @@ AttentionInterface.register("specdec", route_attention)
 
 
 class Attention:
-    """The attention calls of `model`. own: the modules that attend in their own method, with its form.
+    """The attention calls of `model`. own: the modules that attend in their own method, with its form; expansions: of
+    those that attend over latents, the layers that would expand them.
 
     Modules with an `indexer` attend to the `index_topk` tokens that it picks (DeepSeek Sparse Attention,
     arXiv:2512.02556): to all of them in texts that are no longer, see `shape.position_limit`, and those are all that is
@@ -71,10 +75,15 @@ class Attention:
     def __init__(self, model: nn.Module):
         self._model, self._configs = model, ConfigViews(model.modules(), "specdec")
         self.own = {module: form for module in model.modules() if (form := _form(module)) is not None}
+        self.expansions = latents.latent_modules(model)
         sparse = [m for m in model.modules() if hasattr(getattr(m, "indexer", None), "index_topk")]
         self._dense: list[tuple[dict[str, Any], str, Any]]
         self._dense = [(vars(m), "forward", partial(_with_mask, m.forward)) for m in sparse]
         self._dense += [(vars(m.indexer), "forward", _every_token) for m in sparse]
+
+    def expand_latents(self) -> None:
+        """Have modules expand latents to keys and values of each head from now on, as they do by themselves."""
+        self.expansions = {}
 
     def routed(self) -> AbstractContextManager[None]:
         """Route attention calls through our op within the context."""
@@ -88,7 +97,8 @@ class Attention:
     def _answered(self, configs: ConfigViews, attend: Attend) -> Iterator[None]:
         own = {module: partial(attend, module, **form.known(module)) for module, form in self.own.items()}
         methods = ((vars(m), METHOD, partial(_attend, self.own[m], answer)) for m, answer in own.items())
-        with replaced([*methods, *self._dense]), configs.shown():
+        kept = ((vars(m), latents.EXPAND, latents.kept) for m in self.expansions)
+        with replaced([*methods, *kept, *self._dense]), configs.shown():
             yield
 
 

@@ -85,8 +85,11 @@ def _of_kind(adapters: Sequence[Adapter], kind: type[A]) -> A:
     return next(adapter for adapter in adapters if isinstance(adapter, kind))
 
 
-def probe(model: PreTrainedModel) -> ModelSpec:
-    """Run one short forward and return what was seen; AttachError lists every reason against the model."""
+def probe(model: PreTrainedModel, keeps_latents: bool = True) -> ModelSpec:
+    """Run one short forward and return what was seen; AttachError lists every reason against the model.
+
+    keeps_latents: attention over latents is run as such; else its layers expand them to keys and values of each head.
+    """
     name = type(model).__name__
     early = encoder_reasons(model) or placement_reasons(model)
     if early:  # a forward might not run, or bring weights in from elsewhere
@@ -97,6 +100,8 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     config = model.config.get_text_config()
     adapters = tuple(kind(model) for kind in ADAPTERS)
     attention, mixers = _of_kind(adapters, Attention), _of_kind(adapters, Mixers)
+    if not keeps_latents:
+        attention.expand_latents()
     is_recurrent = bool(mixers.mixers)
     seen: list[Recording] = []
     try:

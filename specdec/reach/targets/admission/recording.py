@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 from specdec.backends import LayerSpec
 from specdec.backends.recurrent.state_pool import ConvSpec, Decay, RecurrentSpec, ScanInputs, ScanSpec
 from specdec.reach.targets.adapters.attention import Attention
+from specdec.reach.targets.adapters.latents import is_latent, latent_spec
 from specdec.reach.targets.admission.masks import Reach, classify_mask
 
 # Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
@@ -120,7 +121,9 @@ def record_attention(
         problems.append(f"keys cover {k.shape[2]} positions for {q.shape[2]} queries (compressed or cached keys)")
     if q.shape[1] % k.shape[1]:
         problems.append(f"{q.shape[1]} query heads do not group over {k.shape[1]} KV heads")
-    spec = attention_spec(q, k, v, kw)
+    spec, v_dim = attention_spec(q, k, v, kw), v.shape[3]
+    if is_latent(module):
+        spec, v_dim = latent_spec(module, spec, k.shape[3])
     mask_id = int(mask) if isinstance(mask, torch.Tensor) and mask.numel() == 1 else None
     if mask is not None and mask_id is None:
         problems.append("attention gets a mask that HF's mask functions did not make")
@@ -130,7 +133,7 @@ def record_attention(
     window = kw.get("own_window")
     spec = spec if window is None else replace(spec, window=window)
     _recording().calls.append(RecordedCall(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems, window))
-    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v_dim)
     return out, None
 
 
