@@ -59,7 +59,7 @@ class Capabilities:
 
     fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
     packed_prefill: whether it attends in prefills whose lengths only the device knows (`AttentionMetadata.is_packed`).
-    head_dims: of q, k and v; None: any up to max_head_dim. max_latent_dim: of K whose first part is V; 0: there is none.
+    head_dims: of q, k and v; None: any up to max_head_dim. max_latent_dim: of K whose first part is V; 0: none.
     limits: whether prefills may bring some (`AttentionMetadata.limits`).
     """
 

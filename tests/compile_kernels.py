@@ -48,8 +48,7 @@ class CompileOnly:
         return 0
 
 
-# Heads of SmolLM2, of an 8B with all that gpt-oss and Gemma 2 add, of latents that are expanded, of Qwen3.5, of latents,
-# of gpt-oss.
+# Heads of SmolLM2, of an 8B with all of gpt-oss and Gemma 2, of latents expanded, of Qwen3.5, of latents, of gpt-oss.
 LAYERS: Sequence[dict[str, Any]] = (
     {"num_heads": 9, "num_kv_heads": 3, "qk_dim": 64, "v_dim": 64, "scaling": 0.1},
     {"num_heads": 32, "num_kv_heads": 8, "qk_dim": 128, "v_dim": 128, "scaling": 0.1}

@@ -73,7 +73,7 @@ def test_text_is_that_of_generate(kind, way):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_prompts_that_begin_alike_share_pages_of_latents(backend):
     model = latent_model("glm4_moe_lite")
-    shared = [list(range(5, 25)) + [30 + i] for i in range(3)]
+    shared = [[*range(5, 25), 30 + i] for i in range(3)]
     expected = [greedy(model, prompt, 6) for prompt in shared]
     settings = {"backend": backend, "algo": "lookup", "num_steps": 2, "page_size": 4, "prefix_cache": True}
     with specdec.attach(model, max_batch=2, max_seq_len=64, **settings) as engine:
@@ -143,3 +143,14 @@ def test_bits_of_a_row_are_its_own_at_the_sizes_of_glm_flash(num_rows):
     for op, given, number in ((ops.latent_queries, q, 64), (ops.latent_values, x, 192)):
         together = op(given, weight, number)
         assert all(op(given[i : i + 1], weight, number).equal(together[i : i + 1]) for i in range(num_rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [{"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 8}])
+def test_bits_of_a_model_do_not_depend_on_what_ran_beside(shape):
+    """Prefills, plain steps, chains and trees, at the ranks of GLM-Flash, in layers that are compiled."""
+    sizes = {"num_attention_heads": 20, "num_key_value_heads": 20, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    sizes |= {"qk_nope_head_dim": 192, "v_head_dim": 256, "max_position_embeddings": 2048}
+    model = latent_model("youtu", **sizes).bfloat16()
+    with specdec.attach(model, random_draft(model, "standalone"), max_batch=4, max_seq_len=500, **shape) as engine:
+        assert engine.report().bits == "equal"

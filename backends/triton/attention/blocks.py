@@ -107,10 +107,8 @@ def query_tile(q_row, d, dv, is_row, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, 
     mask = is_row[:, None]
     if V_IN_K:
         rest = tl.load(q_row[:, None] + V_DIM + d, mask=mask & (d < QK_DIM - V_DIM), other=0.0)
-        tile = tl.load(q_row[:, None] + dv, mask=mask & (dv < V_DIM), other=0.0), rest
-    else:
-        tile = (tl.load(q_row[:, None] + d, mask=mask & (d < QK_DIM), other=0.0),)
-    return tile
+        return tl.load(q_row[:, None] + dv, mask=mask & (dv < V_DIM), other=0.0), rest
+    return (tl.load(q_row[:, None] + d, mask=mask & (d < QK_DIM), other=0.0),)
 
 
 @triton.jit

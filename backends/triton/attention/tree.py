@@ -29,7 +29,7 @@ from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch
 from specdec.core.batch import AttentionMetadata
 
 ROWS = 16  # of a program: the fewest that a product has
-AHEAD = 1 if INTERPRETED else 8  # states that are loaded at once; of latents, which are wide, fewer by more warps
+AHEAD = 1 if INTERPRETED else 8  # states that are loaded at once, two at most of latents, which are wide
 
 
 @triton.jit(
@@ -175,7 +175,8 @@ def attend_tails(
         *strides,
     )
     members = min(triton.next_power_of_2(group), ROWS)
-    own = {**constants, "ROWS": ROWS, "MEMBERS": members, "AHEAD": min(AHEAD, 2) if layer.v_in_k else AHEAD}
+    num_warps, ahead = (8, min(AHEAD, 2)) if layer.v_in_k else (2, AHEAD)
+    own = {**constants, "ROWS": ROWS, "MEMBERS": members, "AHEAD": ahead}
     grid = (m.q_len, layer.num_kv_heads * triton.cdiv(group, ROWS), m.num_reqs)
-    compiled = _tails_kernel[grid](*args, **own, num_warps=8 if layer.v_in_k else 2, num_stages=1, launch_pdl=own["PDL"])
+    compiled = _tails_kernel[grid](*args, **own, num_warps=num_warps, num_stages=1, launch_pdl=own["PDL"])
     return None if INTERPRETED else Relaunch(_tails_kernel, compiled, grid, args, own)

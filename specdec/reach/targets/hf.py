@@ -65,7 +65,10 @@ class HFTarget:
         join: Callable[[Communicator], None] | None = None,
         keeps_latents: bool = True,
     ):
-        """keeps_latents: unless the model is sharded, whose ranks have heads of their own. join: gets a sharded model's communicator before it is used: so its ranks can wait for each other."""
+        """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other.
+
+        keeps_latents: see the class; never of a sharded model, whose ranks have heads of their own.
+        """
         self.model = model
         if is_attached(model):
             gc.collect()  # an engine that nobody holds any more may be waiting for it
