@@ -108,7 +108,8 @@ def query_tile(q_row, d, dv, is_row, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, 
     if V_IN_K:
         rest = tl.load(q_row[:, None] + V_DIM + d, mask=mask & (d < QK_DIM - V_DIM), other=0.0)
         return tl.load(q_row[:, None] + dv, mask=mask & (dv < V_DIM), other=0.0), rest
-    return (tl.load(q_row[:, None] + d, mask=mask & (d < QK_DIM), other=0.0),)
+    else:
+        return (tl.load(q_row[:, None] + d, mask=mask & (d < QK_DIM), other=0.0),)
 
 
 @triton.jit
