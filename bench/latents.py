@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig
 
-from specdec import api
+from specdec import attach
+from specdec.api import Engine
 from specdec.backends import AttentionCall, LayerSpec
 from specdec.core.batch import ForwardMode
 from specdec.core.cache.pool import KVPool
@@ -43,10 +44,9 @@ def engine_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = torch.randint(5, 150000, (2, args.batch, args.tokens), generator=random).tolist()
     limits = {"max_batch": args.batch, "max_seq_len": args.tokens + args.new_tokens + 64, "prefix_cache": True}
     for way in ("expanded", "latents"):
-        api.takes_latents = lambda name, way=way: way == "latents"  # type: ignore[attr-defined]
         texts = []
         for draft, settings in DRAFTS.items():
-            with api.attach(model, **limits, graph_sampling="greedy", **settings) as engine:
+            with attach(model, latents=way == "latents", graph_sampling="greedy", **limits, **settings) as engine:
                 _, timed = (call(engine, given, 1)[0] for given in prompts)  # the first one warms up
                 out = call(engine, prompts[1], args.new_tokens)[1]
                 texts.append(out.tokens)
@@ -76,14 +76,14 @@ def make_model(num_layers: int) -> Any:
     return model.eval()
 
 
-def call(engine: api.Engine, prompts: list[list[int]], new_tokens: int) -> tuple[float, Any]:
+def call(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tuple[float, Any]:
     """Return ms and output of a call of `generate`."""
     start = time.perf_counter()
     out = engine.generate(prompts, max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
     return 1e3 * (time.perf_counter() - start), out
 
 
-def round_ms(engine: api.Engine, prompts: list[list[int]], new_tokens: int) -> float:
+def round_ms(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
     """Return ms of a round, of prompts whose K/V is cached."""
     first = median(call(engine, prompts, 1)[0] for _ in range(3))
     timed = [call(engine, prompts, new_tokens) for _ in range(3)]

@@ -101,7 +101,8 @@ def attach(
         ranks = None if group is None else Ranks.of(group)
         preload(config, model.device)
         with nullcontext() if ranks is None else ranks.attaching((name, config)):
-            keeps_latents = takes_latents(config.backend) and not adapters  # which may adapt what would expand them
+            # Adapters of requests may be of what would expand latents.
+            keeps_latents = config.latents and takes_latents(config.backend) and not adapters
             hf = HFTarget(model, None if ranks is None else partial(_join, ranks), keeps_latents)
             if ranks is not None:
                 hf.any_rank = ranks.any_in_attach

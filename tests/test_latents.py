@@ -83,6 +83,14 @@ def test_prompts_that_begin_alike_share_pages_of_latents(backend):
     assert [out.stats.num_cached_tokens for out in outs] == [0, 20, 20]
 
 
+def test_latents_are_expanded_where_that_is_asked_for():
+    model = latent_model("deepseek_v2")
+    expected = [greedy(model, prompt, 8) for prompt in PROMPTS]
+    with specdec.attach(model, latents=False, algo="lookup", max_batch=2, max_seq_len=64) as engine:
+        assert slot_sizes(engine) == {HEADS * (KEYS + ROTARY + VALUES)}
+        assert engine.generate(PROMPTS, max_new_tokens=8).tokens == expected
+
+
 def test_latents_are_expanded_where_requests_choose_adapters(tmp_path):
     """Which may adapt what would expand them, each row by its own."""
     peft = pytest.importorskip("peft")

@@ -67,6 +67,8 @@ class EngineConfig:
     draft_vocab: target tokens that a draft may propose, of those it scores: their ids, or n for all ids below n and the
         model's EOS; None: all. Its output head has only these rows (FR-Spec, arXiv 2502.14856); texts stay the same.
     backend: attention backend, "auto" or a name in `specdec.backends`.
+    latents: whether K/V of attention over latents (MLA) is kept as latents, where backend and layers allow it. False
+        expands it to K and V of each head, as transformers does: prompts take fewer multiplications, K/V more memory.
     cuda_graph: whether rounds replay from graphs; None: on CUDA. True elsewhere records and re-runs, for tests.
     graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
     graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters), "filtered", and, for requests
@@ -111,6 +113,7 @@ class EngineConfig:
     lookup: bool = False
     draft_vocab: int | tuple[int, ...] | None = None
     backend: str = "auto"
+    latents: bool = True
     cuda_graph: bool | None = None
     graph_batches: tuple[int, ...] | None = None
     graph_sampling: tuple[str, ...] = GRAPH_SAMPLING
@@ -295,6 +298,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "sample_drafts": FLAG,
         "lookup": FLAG,
         "draft_vocab": optional(either(whole(2), list_of(TOKEN, "token ids of at least 0", low=1)), " for all"),
+        "latents": FLAG,
         "cuda_graph": one_of(None, True, False),
         "graph_batches": optional(list_of(whole(1), "batch sizes of at least 1", low=1), " for the usual ones"),
         "graph_sampling": either(Range(_KIND.expected, lambda value: (_KIND.read(value),)), _KINDS),
