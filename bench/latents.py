@@ -56,7 +56,12 @@ def engine_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                     {"way": way, "draft": draft, "pool_gb": round(found.kv_bytes / 1e9, 3)}
                     | {"pool_gb_47_layers": round(found.kv_bytes / 1e9 / layers * 47, 2)}
                     | {"prefill_ms": round(timed), "round_ms": round(round_ms(engine, prompts[1], args.new_tokens), 3)}
-                    | {"bits": found.bits, "compiled": found.compiled[:40], "backend": found.backend}
+                    | {
+                        "latents": found.latents,
+                        "bits": found.bits,
+                        "compiled": found.compiled[:40],
+                        "backend": found.backend,
+                    }
                 )
                 print(rows[-1], flush=True)
             del engine

@@ -310,6 +310,7 @@ class Engine:
                 config=asdict(self.config),
                 generation=shipped_settings(core.target.model.generation_config),
                 kv_bytes=core.context.pool.num_bytes,
+                latents=sum(layer.v_in_k for layer in core.context.layers),
                 num_free_pages=core.slot_tables.num_free_pages,
                 num_pages=core.slot_tables.num_pages,
                 prefix_cache=core.slot_tables.prefix_facts,

@@ -135,6 +135,7 @@ class Report:
     on tracing and compiling, 0 without; compiled: whether the target's layers are, and if not, why;
     bits: "equal" if the target's logits have the same bits whatever else runs, as compared on attaching; else what
     differs, or why nothing was compared;
+    latents: attention layers whose K/V is kept as latents (MLA);
     generation: settings that the model ships, which `generate` honours;
     experts: where experts are routed, what a verify of one request reads beside a step, choices taken as random;
     prefix_cache: tokens that it keeps (kept), prompt tokens of all requests (asked) and those it had (found); empty if
@@ -160,6 +161,7 @@ class Report:
     config: dict[str, Any]
     generation: dict[str, Any]
     kv_bytes: int
+    latents: int
     num_free_pages: int
     num_pages: int
     prefix_cache: dict[str, int]
@@ -201,7 +203,8 @@ class Report:
             "generation "
             + (", ".join(f"{k}={v}" for k, v in self.generation.items()) or "nothing set")
             + " (the model's own; SamplingParams replace all but EOS)",
-            f"KV pool    {self.kv_bytes / 2**20:.1f} MiB, {self.num_free_pages} of {self.num_pages} pages free",
+            f"KV pool    {self.kv_bytes / 2**20:.1f} MiB, {self.num_free_pages} of {self.num_pages} pages free"
+            + f", {self.latents} layers of latents" * bool(self.latents),
             f"tau        {self.acceptance.tau:.3f} over {self.acceptance.num_rounds} rounds, a_j = "
             + (" ".join(f"{a:.2f}" for a in self.acceptance.acceptance_at) or "-"),
             f"graphs     {self.capture}, prefill {self.prefill_graph}: {len(self.graphs)} captured in "
