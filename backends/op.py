@@ -41,7 +41,8 @@ class ForwardContext:
     on_forward is called with the mode of every forward, before it runs, and counts it. row_states: state by row of
     layers that are not attention. adapters [num_rows] int64: the LoRA adapter of each row, 0 for none; None of a model
     whose requests have none. rope_deltas [num_rows] int64: what is added to positions of a row's tokens before they are
-    rotated; None of a model whose images move none.
+    rotated; None of a model whose images move none. stores: whether its layers write K/V of their own; a model that
+    has none of its own reads what another one has written to the pool.
     """
 
     backend: AttentionBackend
@@ -52,6 +53,7 @@ class ForwardContext:
     row_states: tuple[LayerState, ...] = ()
     adapters: torch.Tensor | None = None
     rope_deltas: torch.Tensor | None = None
+    stores: bool = True
 
     def __post_init__(self) -> None:
         stored, needed = list(self.pool.layers), [layer.shape for layer in self.layers]
@@ -84,9 +86,10 @@ class ForwardContext:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:
-        """Store k and v, and attend, in the forward that the backend has planned."""
+        """Store k and v, if that is done, and attend, in the forward that the backend has planned."""
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        self.backend.run(self.call(q, k, v, out, layer_id, rope))
+        run = self.backend.run if self.stores else self.backend.attend
+        run(self.call(q, k, v, out, layer_id, rope))
         return out
 
     def store(

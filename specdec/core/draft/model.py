@@ -23,6 +23,7 @@ class DraftModelWorker(DraftWorker):
     """
 
     context: ForwardContext
+    prefills = True
 
     def __init__(self, parts: DraftParts, *, hot_ids: torch.Tensor, vocab_size: int, dtype: torch.dtype, ahead: int):
         """vocab_size V: the target's."""
@@ -49,7 +50,8 @@ class DraftModelWorker(DraftWorker):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        cache = {name: t for state in self.context.states for name, t in state.tensors("cache").items()}
+        states = self.context.states if self.context.stores else ()
+        cache = {name: t for state in states for name, t in state.tensors("cache").items()}
         return {"hot_ids": self.hot_ids, **cache}
 
     @property
@@ -59,7 +61,7 @@ class DraftModelWorker(DraftWorker):
             "features": self.spec.features,
             "aux_layers": self.aux_layers,
             "draft_vocab_size": self.hot_ids.numel(),
-            "draft_kv_bytes": self.context.pool.num_bytes,
+            "draft_kv_bytes": self.context.pool.num_bytes if self.context.stores else 0,
         }
 
     def plan(self, batch: RoundBatch, mode: ForwardMode, **shape: Any) -> AttentionMetadata:

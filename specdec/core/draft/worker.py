@@ -138,6 +138,7 @@ class DraftWorker(ABC):
     id_shift: int = 1  # whether its prefill takes the token after each row, or (0) the row's own
     has_begin: bool = False  # whether `begin` does anything
     module: nn.Module | None = None  # the draft's own model
+    prefills: bool = False  # whether its layers run over prompts
     num_modules: int = 1  # forwards of a prefill, one after the other: MTP modules
     reads_history: bool = False  # it reads `RoundBatch.history`, prompts included
 
@@ -158,7 +159,8 @@ class DraftWorker(ABC):
         raise NotImplementedError(f"{type(self).__name__} has a context, so it needs prefill_layers")
 
     def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor | None:
-        """Return what `begin` takes of the states [T, h_d] of `chunk`, which are None for a draft without layers.
+        """Return what `begin` takes of the states [T, h_d] of `chunk`; of a draft that does not prefill, those are the
+        target's features [T, num_aux*h], None if it reads none.
 
         run: runs the modules after the first, of a draft that has any. Returns a state [n, h_d] a request, or None if
         h_d is 0.

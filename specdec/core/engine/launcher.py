@@ -215,8 +215,8 @@ class Launcher:
         hidden, aux = self.prefills.target(chunk.metadata, chunk.ids, embedded)
         if new := [i for i in done if not pieces[i][0].tokens]:
             self._draw_first_tokens(pieces, new, kind, chunk, hidden)
-        states = None
-        if worker.context is not None:
+        states = aux
+        if worker.prefills:
             states = self.prefills.draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
         states = worker.finish_prefill(chunk, states, self.prefills.draft)
         if done and worker.has_begin:

@@ -89,7 +89,8 @@ class Programs:
             lambda *given: target.layers(*given[:3]), parts.context, bridge, (hidden, self.features)
         )
         self.draft: list[PrefillProgram] = []
-        if worker.context is not None:
+        if worker.prefills:
+            assert worker.context is not None, "a model has attention layers"
             own = AttentionBridge(worker.context, largest, draft_dtype, device, interrupt)
             states = (rows(worker.hidden_size, draft_dtype),)  # shared by all modules: no two of them run at once
             layers = [partial(worker.prefill_layers, module=module) for module in range(worker.num_modules)]

@@ -85,8 +85,8 @@ class WholeProgram:
         packed = self._round.first_tokens(kind, done_rows, target.head(hidden.index_select(0, last_rows)))
         is_done = done_rows != self._parts.config.dummy_row
         chunk = PrefillChunk(metadata, rows, chunk.ids, _with_first(chunk, is_done, first_tokens(packed)), last_rows)
-        states = None
-        if worker.context is not None:
+        states = aux
+        if worker.prefills:
             states = self._draft(metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
         states = worker.finish_prefill(chunk, states, self._draft)
         if worker.has_begin:

@@ -51,7 +51,7 @@ class Round:
         self.pause: Callable[[Callable[[], None]], None] = lambda between: between()  # see `Capture.pause`
         self._commits = {shape: list(_commits(parts, shape)) for shape in parts.config.shapes}
         self._no_draft = NoDraft(parts.ops)
-        follows = parts.config.auto_steps is not None and parts.worker.context is not None
+        follows = parts.config.auto_steps is not None and parts.worker.prefills
         self.catch_up = CatchUp(parts.worker, parts.target, parts.config) if follows else None
         rates, device = parts.config.synthetic_acceptance, self.slot_table.device
         self.rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)

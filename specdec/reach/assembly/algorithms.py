@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.core.draft.assistant import AssistantWorker
 from specdec.core.draft.block import BlockWorker
 from specdec.core.draft.eagle import HeadWorker
 from specdec.core.draft.head import BlockDraftHead, DraftHead, RecyclingHead
@@ -32,6 +33,7 @@ def _head_worker(parts: DraftParts, head: DraftHead) -> DraftWorker:
 
 _OTHERS = (
     Algorithm(AlgoSpec("standalone"), StandaloneWorker),
+    Algorithm(AlgoSpec("assistant", "last"), AssistantWorker),
     Algorithm(AlgoSpec("lookup"), LookupWorker, has_model=False),
 )
 

@@ -42,8 +42,9 @@ from specdec.reach.assembly.models import HFModels
 from specdec.reach.assembly.narrow import narrow_head
 from specdec.reach.checkpoints.tensors import TensorFiles
 from specdec.reach.grammars.compiler import make_compiler
-from specdec.reach.heads.formats import why_absent
+from specdec.reach.heads.formats import ASSISTANT, STANDALONE, why_absent
 from specdec.reach.heads.load import check_head, load_head, open_draft
+from specdec.reach.targets.assistant import is_assistant, load_assistant
 from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.shape import position_limit
 from specdec.reach.targets.standalone import load_standalone
@@ -80,7 +81,7 @@ def _open(draft: str | Path | nn.Module, wanted: str | None) -> tuple[str, Tenso
     if isinstance(draft, DraftHead):
         return draft.algo, None
     if isinstance(draft, PreTrainedModel):
-        return "standalone", None
+        return ASSISTANT if is_assistant(draft) else STANDALONE, None
     if not isinstance(draft, str | Path):
         raise ValueError(
             f"draft is a {type(draft).__name__}: expected a folder, a Hub id, a head such as Eagle3Head, or a causal LM"
@@ -138,25 +139,26 @@ def _assemble(
     has_states = any(isinstance(model, HFTarget) and model.spec.recurrent for model in (target, draft))
     states = KeptStates(config.num_kept_states, config.page_size) if has_states and config.prefix_cache else None
     tables = SlotTables(*sizes, device, bool(config.prefix_cache), states)
+    row_states = _row_states(target, config, config.verify_width, backend)
+    context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, row_states)
     worker: DraftWorker = NoDraft(_ops_for(backend))
     if algo is not None:
-        row, own, context = algorithm(algo), backend, None
+        row, own, own_context = algorithm(algo), backend, None
         if shape is not None:
             own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, device)
             why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
             own_states = _row_states(draft, config, config.draft_tail, own)
             words = mask_words(draft, config) if isinstance(draft, BlockDraftHead) else config.draft_words
-            context = _context(own, shape, tables, counters, words, own_states)
-        worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context, narrow), draft)
+            pool = None if shape.has_pool else context.pool
+            own_context = _context(own, shape, tables, counters, words, own_states, pool)
+        worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), own_context, narrow), draft)
     for model in (target, draft):
         if isinstance(model, HFTarget):
             model.expect_positions(config.table_width)
     target.read_layers(worker.aux_layers)
-    row_states = _row_states(target, config, config.verify_width, backend)
     logprobs = None if config.logprobs is None else (config.num_steps + 1, config.logprobs)
     digests = config.num_steps + 1 if config.digests else None
     state = EngineState.empty(config.num_rows, config.table_width, device, logprobs, digests)
-    context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, row_states)
     if target.adapters:
         context = replace(context, adapters=state.adapters)
     if target.images.moves_positions:
@@ -198,9 +200,9 @@ def _grammars(config: EngineConfig, target: HFTarget, tokenizer: Any, ranks: Ran
 
 
 def _load_draft(draft: Source, algo: str, target: HFTarget, tokenizer: Any) -> Draft:
-    if algo == "standalone":
+    if algo in (ASSISTANT, STANDALONE):
         assert not isinstance(draft, TensorFiles), "a whole model is loaded from where it lies"
-        return load_standalone(draft, target, tokenizer)
+        return (load_assistant if algo == ASSISTANT else load_standalone)(draft, target, tokenizer)
     if isinstance(draft, DraftHead):
         check_head(draft, target.shape, target.dtype, target.device)
         return draft
@@ -235,12 +237,15 @@ def _context(
     counters: Counters,
     mask_words: int,
     row_states: tuple[LayerState, ...] = (),
+    shared: KVPool | None = None,
 ) -> ForwardContext:
-    """Make a backend that is ready for a model's layers, and their K/V pool under the slots of `tables`."""
+    """Make a backend that is ready for a model's layers, and their K/V pool under the slots of `tables`, unless they
+    read one that they share."""
     backend, device = kind(), tables.table.device
     backend.prepare_for(model.layers, model.dtype, device, mask_words)
-    pool = KVPool([layer.shape for layer in model.layers], tables.total_slots, model.dtype, device)
-    return ForwardContext(backend, pool, model.layers, model.sinks, counters.count_forward, row_states)
+    pool = shared or KVPool([layer.shape for layer in model.layers], tables.total_slots, model.dtype, device)
+    sinks, count = model.sinks, counters.count_forward
+    return ForwardContext(backend, pool, model.layers, sinks, count, row_states, stores=shared is None)
 
 
 def _row_states(

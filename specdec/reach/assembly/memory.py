@@ -14,27 +14,31 @@ from specdec.core.cache.tables import SlotTables
 from specdec.core.config import EngineConfig
 from specdec.core.draft.head import DraftHead
 from specdec.core.errors import CapacityError
+from specdec.reach.targets.assistant import Assistant
 from specdec.reach.targets.hf import HFTarget
 
 GIB = 2**30
 BY_SLOT = "num_slots, max_batch or max_seq_len"
-Draft = DraftHead | HFTarget  # a head that reads the target's features, or a model of its own
+Draft = DraftHead | HFTarget | Assistant  # a head that reads the target's features, or a model of its own
 
 
 class ModelShape(NamedTuple):
-    """The layers of a target or a draft."""
+    """The layers of a target or a draft. has_pool: whether it has K/V of its own."""
 
     layers: Sequence[LayerSpec]
     sinks: Sequence[torch.Tensor | None]
     dtype: torch.dtype
     module: nn.Module
     recurrent: Sequence[RecurrentSpec] = ()
+    has_pool: bool = True
 
     @classmethod
     def of(cls, model: Draft) -> "ModelShape":
         """Read the sizes off a head or a model."""
         if isinstance(model, HFTarget):
             return cls(model.spec.layers, model.spec.sinks, model.dtype, model.model, model.spec.recurrent)
+        if isinstance(model, Assistant):
+            return cls(model.layers, model.sinks, model.dtype, model.model, has_pool=False)
         return cls(model.attention_layers, model.sinks, model.weight.dtype, model)
 
 
@@ -48,7 +52,7 @@ def check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | Non
     resident: dict[str, int] = {}
     for owner, model, max_tail in models:
         resident[f"{owner}weights"] = sum(p.numel() * p.element_size() for p in model.module.parameters())
-        pool = KVPool.bytes_for([s.shape for s in model.layers], total_slots, model.dtype)
+        pool = KVPool.bytes_for([s.shape for s in model.layers if model.has_pool], total_slots, model.dtype)
         needs[f"{owner}KV pool"] = pool, BY_SLOT
         states = StatePool.bytes_for(model.recurrent, config.num_rows, max_tail, model.dtype, config.num_kept_states)
         if states:

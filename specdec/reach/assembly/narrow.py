@@ -13,13 +13,14 @@ from specdec.core.config import EngineConfig
 from specdec.core.draft.head import DraftHead
 from specdec.core.draft.worker import NarrowHead
 from specdec.core.target import Target
+from specdec.reach.targets.assistant import Assistant
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit
 NUM_STATES = 4  # states that both heads score
 _SETTING = "draft_vocab"
 
 
-def narrow_head(config: EngineConfig, draft: DraftHead | Target | None, target: Target) -> NarrowHead | None:
+def narrow_head(config: EngineConfig, draft: DraftHead | Target | Assistant | None, target: Target) -> NarrowHead | None:
     """Return the output head of `draft` over the tokens of `EngineConfig.draft_vocab`; None where all are scored.
 
     ValueError for ids that the target does not have, too few that the draft scores, a draft without a model, and output
@@ -31,7 +32,7 @@ def narrow_head(config: EngineConfig, draft: DraftHead | Target | None, target: 
     if draft is None:
         raise ValueError(f"{_told(config)}: expected a draft with a model, whose output head it makes smaller")
     if not isinstance(draft, DraftHead):
-        scored = torch.arange(draft.spec.vocab_size, device=draft.device)
+        scored = torch.arange(draft.shape.vocab_size, device=draft.device)
         score, rows, output = draft.head, draft.shape.lm_head_rows(), draft.shape.lm_head
     else:
         scored, own = draft.hot_ids, draft.lm_head

@@ -17,12 +17,16 @@ from specdec.reach.heads.nextn_format import NEXTN
 ROWS: tuple[HeadFormat, ...] = (BLOCK, EAGLE3, NEXTN, EAGLE)
 
 STANDALONE = "standalone"  # an ordinary causal LM: no head, loaded as a whole
+ASSISTANT = "assistant"  # layers that attend to the target's K/V: loaded as a whole, too
 WHOLE_MODEL = Layout(
     name=STANDALONE,
     algo=STANDALONE,
     mark=r"(model\.|language_model\.)+(embed_tokens|layers\.0)\.|transformer\.(wte|h\.0)\.|gpt_neox\.",
     prefixes=(),
 )
+
+# Before all others: between its projections it looks like a causal LM.
+ASSISTANTS = Layout(name=ASSISTANT, algo=ASSISTANT, mark=r"(pre|post)_projection\.", prefixes=())
 
 
 def formats() -> Mapping[str, HeadFormat]:
@@ -39,6 +43,8 @@ def layouts_of(names: Iterable[str]) -> list[Layout]:
     """Return the layouts that tensors of these names match: of a head, of a whole model, or both for a target with an
     MTP layer."""
     names = list(names)
+    if any(re.match(ASSISTANTS.mark, n) for n in names):
+        return [ASSISTANTS]
     found = [layout for layout in (*layouts().values(), WHOLE_MODEL) if any(re.match(layout.mark, n) for n in names)]
     return found[:1] + [layout for layout in found[1:] if layout is WHOLE_MODEL]
 
@@ -51,7 +57,7 @@ def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
     if not found:
         known = (
             "block has hidden_norm, eagle3 midlayer.* or layers.0.hidden_norm, eagle fc and layers.0, nextn eh_proj, "
-            "mtp.* or mtp_layers"
+            "mtp.* or mtp_layers, assistant pre_projection"
         )
         raise CheckpointError(str(folder), [f"unknown layout: it holds {sorted(names)[:6]} …; {known}"])
     asked = [layout for layout in found if algo in (None, layout.algo)]

@@ -18,7 +18,7 @@ from specdec.reach.checkpoints.tensors import Checkpoint, TensorFiles
 from specdec.reach.heads.custom_generate import write_custom_generate
 from specdec.reach.heads.files import HeadFiles
 from specdec.reach.heads.format import Saving, renamed
-from specdec.reach.heads.formats import STANDALONE, WHOLE_MODEL, formats, layouts, layouts_of, pick_layout
+from specdec.reach.heads.formats import ASSISTANT, STANDALONE, formats, layouts, layouts_of, pick_layout
 from specdec.reach.targets.pretrained import BUNDLED, gguf_of
 from specdec.reach.targets.shape import LAST, TargetShape
 
@@ -28,7 +28,7 @@ IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
     """Detect what a folder, a .gguf file or a Hub repository drafts with, by its tensor names: "eagle", "eagle3",
-    "nextn", "block" or "standalone" (an ordinary causal LM).
+    "nextn", "block", "assistant" or "standalone" (an ordinary causal LM).
 
     A target with an MTP layer serves as both: `wanted` says which, else it is "nextn".
     """
@@ -44,7 +44,7 @@ def open_draft(path_or_id: str | Path, wanted: str | None = None) -> tuple[str, 
     found = [layout.algo for layout in layouts_of(names)]
     if wanted is None or wanted not in found:
         wanted = pick_layout(files.folder, names, wanted if wanted == STANDALONE and not found else None).algo
-    return wanted, None if wanted == STANDALONE else files
+    return wanted, None if wanted in (ASSISTANT, STANDALONE) else files
 
 
 def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
@@ -79,9 +79,10 @@ def inspect(path_or_id: str | Path) -> Checkpoint:
         return Checkpoint(local_path(path_or_id), STANDALONE, STANDALONE, {}, {}, notes)
     files = TensorFiles.at(path_or_id)
     layout = pick_layout(files.folder, list(files.files), None)
-    if layout is WHOLE_MODEL:
+    if layout.algo not in formats():
         config, tensors = read_json(files.folder, "config.json"), files.shapes(files.files)
-        return Checkpoint(files.folder, layout.name, layout.algo, config, tensors, ["an ordinary model"])
+        note = "attends to the target's K/V" if layout.algo == ASSISTANT else "an ordinary model"
+        return Checkpoint(files.folder, layout.name, layout.algo, config, tensors, [note])
     head = open_head(files)
     try:
         formats()[layout.algo].read(head, None)
@@ -108,7 +109,7 @@ def load_head(
     """
     files = open_head(source if isinstance(source, TensorFiles) else TensorFiles.at(source), algo)
     where = str(files.folder)
-    if files.layout is WHOLE_MODEL:
+    if files.layout.algo not in formats():
         raise CheckpointError(where, ["it is a whole model, not a head: load it with load_pretrained"])
     stored = formats()[files.layout.algo].read(files, target)
     for doubt in files.doubts:

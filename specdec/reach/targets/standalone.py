@@ -33,7 +33,7 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
     assert isinstance(model, PreTrainedModel)
     _warn_if_same(model, target.model)
     warn_of_weights(model, type(draft).__name__ if isinstance(draft, nn.Module) else str(draft))
-    _check_vocabulary(model, target, own, tokenizer)
+    check_vocabulary(model, target, own, tokenizer)
     if own is None and tokenizer is not None and not isinstance(draft, nn.Module):
         _check_note(draft, tokenizer)
     try:
@@ -71,7 +71,7 @@ def _described(model: PreTrainedModel) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in LOADED}
 
 
-def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokenizer: Any) -> None:
+def check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokenizer: Any) -> None:
     """Raise ValueError unless ids mean the same tokens to both."""
     head = model.get_output_embeddings()
     if head is None:
@@ -79,8 +79,8 @@ def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokeni
     size = head.weight.shape[0]
     if size != target.spec.vocab_size:
         raise ValueError(
-            f"the draft scores {size} tokens, the target {target.spec.vocab_size}: a standalone draft must have the "
-            "target's vocabulary; take a model of the same family, or resize its embeddings"
+            f"the draft scores {size} tokens, the target {target.spec.vocab_size}: the draft must have the target's "
+            "vocabulary; take a model of the same family, or resize its embeddings"
         )
     if own is None or tokenizer is None:
         return

@@ -1,0 +1,197 @@
+"""Assistants of transformers (Gemma 4's): drafts whose layers attend to the K/V of a live target.
+
+The assistant's own code runs, packed [1, N]. Its attention calls name a layer of the target's pool: of the target's
+layers of the same type, the last that makes K/V itself. Nothing of the model is changed meanwhile but what
+`Assistant.step` puts back.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from specdec.backends import LayerSpec, attention
+from specdec.core.errors import AttachError
+from specdec.reach.checkpoints.fitting import warn_of_weights
+from specdec.reach.targets.adapters.overrides import ConfigViews, evaluating
+from specdec.reach.targets.admission.placement import placement_reasons
+from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.pretrained import load_draft
+from specdec.reach.targets.shape import LAST, TargetShape
+from specdec.reach.targets.standalone import check_vocabulary
+
+IMPLEMENTATION = "specdec_assistant"
+
+
+def is_assistant(model: nn.Module) -> bool:
+    """Return whether `model` is an assistant: its config says how wide its target is."""
+    return isinstance(model, PreTrainedModel) and hasattr(model.config, "backbone_hidden_size")
+
+
+def load_assistant(draft: str | Path | nn.Module, target: HFTarget, tokenizer: Any) -> "Assistant":
+    """Fit an assistant to its target. A folder or Hub id is loaded in the target's dtype onto its device.
+
+    tokenizer: the target's, if known; it is compared with the draft's own. ValueError says what does not match,
+    AttachError why the model cannot be run.
+    """
+    if isinstance(draft, nn.Module):
+        model, own = draft, None
+    else:
+        model, own = load_draft(draft, dtype=target.dtype, device=target.device)
+    if not is_assistant(model):
+        raise ValueError(f"draft is a {type(model).__name__}: expected an assistant, as Gemma 4 has them")
+    check_vocabulary(model, target, own, tokenizer)
+    warn_of_weights(model, type(draft).__name__ if isinstance(draft, nn.Module) else str(draft))
+    return Assistant(model, target)
+
+
+class Assistant:
+    """A live assistant of `target`; see `core.draft.assistant`. layers, sinks: of the target's pool, as it reads them."""
+
+    aux_layers = (LAST,)
+
+    def __init__(self, model: Any, target: HFTarget):
+        reasons = placement_reasons(model)
+        if reasons:
+            raise AttachError(f"the draft, a {type(model).__name__}", reasons)
+        _check(model, target)
+        self.model, self.shape = model, TargetShape.of(model)
+        self._modules = list(model.modules())
+        self._views = ConfigViews(self._modules, IMPLEMENTATION)
+        self._read = _layers_read(model, target)
+        self.layers: list[LayerSpec] = list(target.spec.layers)
+        self.sinks = list(target.spec.sinks)
+        for module in _attending(model):
+            layer_id = self._read[module.layer_type]
+            self.layers[layer_id] = _spec(module, target.spec.layers[layer_id])
+            self.sinks[layer_id] = None
+
+    @property
+    def state_size(self) -> int:
+        """h_d, the width of its states."""
+        return self.shape.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V, which is the target's."""
+        return self.shape.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its weights."""
+        return self.model.pre_projection.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of its weights."""
+        return self.model.pre_projection.weight.device
+
+    def step(self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return own states [N, h_d] of embeds and states [N, h] at `positions` [N] int64; attention is in scope."""
+        given = self.model.pre_projection(torch.cat([embeds, states], 1)).unsqueeze(0)
+        with self._views.shown(), evaluating(self.model, self._modules):
+            out = self.model.model(
+                inputs_embeds=given,
+                position_ids=positions.unsqueeze(0),
+                attention_mask=dict.fromkeys(self._read),
+                shared_kv_states={kind: self._nothing(given, i) for kind, i in self._read.items()},
+                use_cache=False,
+                layers_read=self._read,
+            )
+        return out.last_hidden_state[0]
+
+    def widened(self, states: torch.Tensor) -> torch.Tensor:
+        """Map own states [N, h_d] to the target's width [N, h]."""
+        return self.model.post_projection(states)
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Map own states [N, h_d] to logits [N, V]; of a head with centroids, tokens of the best ones are scored, and
+        all others are just below the least of them."""
+        own, rows = self.model.masked_embedding, self.model.lm_head
+        if own is None:
+            return rows(states)
+        _, best = own.centroids(states).topk(own.centroid_intermediate_top_k, 1)
+        ids = own.token_ordering.long().view(own.num_centroids, -1)[best].flatten(1)  # [N, tokens of the best]
+        scores = (rows.weight[ids] @ states.unsqueeze(2)).squeeze(2)
+        least = scores.amin(1, keepdim=True) - 1.0
+        return least.expand(-1, self.vocab_size).scatter(1, ids, scores)
+
+    def _nothing(self, like: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k and v [1, Hkv, N, dim] that stand for those in the pool, and are not read."""
+        layer, zero = self.layers[layer_id], like.new_zeros(1)
+        dims = (layer.qk_dim, layer.v_dim)
+        return tuple(zero.expand(1, layer.num_kv_heads, like.shape[1], dim) for dim in dims)  # type: ignore[return-value]
+
+
+def _attend(
+    module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention_mask: Any = None,
+    *,
+    layers_read: dict[str, int],
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend through our op to a layer of the target's pool."""
+    out = attention(*(t[0].transpose(0, 1) for t in (q, k, v)), layers_read[module.layer_type])
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)
+
+
+def _attending(model: nn.Module) -> list[Any]:
+    """List the attention modules of an assistant, which has no others."""
+    return [module for module in model.modules() if hasattr(module, "is_kv_shared_layer")]
+
+
+def _layers_read(model: nn.Module, target: HFTarget) -> dict[str, int]:
+    """Return the target's layer that each type of the assistant's layers reads: the last that makes its own K/V."""
+    made = {
+        module.layer_type: i
+        for i, module in enumerate(target.spec.modules)
+        if hasattr(module, "layer_type") and not getattr(module, "is_kv_shared_layer", False)
+    }
+    wanted = list(dict.fromkeys(module.layer_type for module in _attending(model)))
+    if missing := [kind for kind in wanted if kind not in made]:
+        raise ValueError(
+            f"the assistant's layers read K/V of {missing} layers, of which the target, a {type(target.model).__name__}, "
+            f"has none (it has {sorted(made) or 'no types of layers'}); take the assistant made for this target"
+        )
+    return {kind: made[kind] for kind in wanted}
+
+
+def _spec(module: Any, read: LayerSpec) -> LayerSpec:
+    """Return the spec of an assistant's attention to K/V that the target's layer `read` made."""
+    num_heads = module.q_proj.out_features // module.head_dim
+    if module.head_dim != read.qk_dim or num_heads % read.num_kv_heads:
+        raise ValueError(
+            f"the assistant's {module.layer_type} layers have {num_heads} query heads of {module.head_dim}, the "
+            f"target's K/V {read.num_kv_heads} heads of {read.qk_dim}; take the assistant made for this target"
+        )
+    # Its queries are one position past the last key, and transformers has a window reach that far beside its own width.
+    window = None if module.sliding_window is None else module.sliding_window + 1
+    return replace(
+        read, num_heads=num_heads, scaling=module.scaling, window=window, softcap=None, has_sinks=False, chunk=None
+    )
+
+
+def _check(model: Any, target: HFTarget) -> None:
+    """Raise ValueError unless the assistant fits the target's width, dtype and device, and that is whole."""
+    if target.group:
+        raise ValueError(
+            "the model is sharded, so that ranks hold parts of the K/V that an assistant attends to; take another draft"
+        )
+    weight = model.pre_projection.weight
+    facts = {
+        "hidden size": (model.config.backbone_hidden_size, target.spec.hidden_size),
+        "dtype": (weight.dtype, target.dtype),
+        "device": (weight.device, target.device),
+    }
+    problems = [f"{name} {has} where the target has {wants}" for name, (has, wants) in facts.items() if has != wants]
+    if problems:
+        raise ValueError(f"the assistant, a {type(model).__name__}, has {', '.join(problems)}; take the one made for it")
