@@ -42,7 +42,7 @@ from specdec.reach.assembly.models import HFModels
 from specdec.reach.assembly.narrow import narrow_head
 from specdec.reach.checkpoints.tensors import TensorFiles
 from specdec.reach.grammars.compiler import make_compiler
-from specdec.reach.heads.formats import ASSISTANT, STANDALONE, why_absent
+from specdec.reach.heads.formats import ASSISTANT, STANDALONE, WHOLE, why_absent
 from specdec.reach.heads.load import check_head, load_head, open_draft
 from specdec.reach.targets.assistant import is_assistant, load_assistant
 from specdec.reach.targets.hf import HFTarget
@@ -200,7 +200,7 @@ def _grammars(config: EngineConfig, target: HFTarget, tokenizer: Any, ranks: Ran
 
 
 def _load_draft(draft: Source, algo: str, target: HFTarget, tokenizer: Any) -> Draft:
-    if algo in (ASSISTANT, STANDALONE):
+    if algo in WHOLE:
         assert not isinstance(draft, TensorFiles), "a whole model is loaded from where it lies"
         return (load_assistant if algo == ASSISTANT else load_standalone)(draft, target, tokenizer)
     if isinstance(draft, DraftHead):

@@ -20,7 +20,9 @@ NUM_STATES = 4  # states that both heads score
 _SETTING = "draft_vocab"
 
 
-def narrow_head(config: EngineConfig, draft: DraftHead | Target | Assistant | None, target: Target) -> NarrowHead | None:
+def narrow_head(
+    config: EngineConfig, draft: DraftHead | Target | Assistant | None, target: Target
+) -> NarrowHead | None:
     """Return the output head of `draft` over the tokens of `EngineConfig.draft_vocab`; None where all are scored.
 
     ValueError for ids that the target does not have, too few that the draft scores, a draft without a model, and output

@@ -18,6 +18,7 @@ ROWS: tuple[HeadFormat, ...] = (BLOCK, EAGLE3, NEXTN, EAGLE)
 
 STANDALONE = "standalone"  # an ordinary causal LM: no head, loaded as a whole
 ASSISTANT = "assistant"  # layers that attend to the target's K/V: loaded as a whole, too
+WHOLE = (ASSISTANT, STANDALONE)
 WHOLE_MODEL = Layout(
     name=STANDALONE,
     algo=STANDALONE,

@@ -18,7 +18,7 @@ from specdec.reach.checkpoints.tensors import Checkpoint, TensorFiles
 from specdec.reach.heads.custom_generate import write_custom_generate
 from specdec.reach.heads.files import HeadFiles
 from specdec.reach.heads.format import Saving, renamed
-from specdec.reach.heads.formats import ASSISTANT, STANDALONE, formats, layouts, layouts_of, pick_layout
+from specdec.reach.heads.formats import ASSISTANT, STANDALONE, WHOLE, formats, layouts, layouts_of, pick_layout
 from specdec.reach.targets.pretrained import BUNDLED, gguf_of
 from specdec.reach.targets.shape import LAST, TargetShape
 
@@ -44,7 +44,7 @@ def open_draft(path_or_id: str | Path, wanted: str | None = None) -> tuple[str, 
     found = [layout.algo for layout in layouts_of(names)]
     if wanted is None or wanted not in found:
         wanted = pick_layout(files.folder, names, wanted if wanted == STANDALONE and not found else None).algo
-    return wanted, None if wanted in (ASSISTANT, STANDALONE) else files
+    return wanted, None if wanted in WHOLE else files
 
 
 def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:

@@ -31,6 +31,15 @@ def is_assistant(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and hasattr(model.config, "backbone_hidden_size")
 
 
+def unscored_bytes(model: nn.Module) -> int:
+    """Return the bytes of an output head with centroids that a token does not read; 0 of other models."""
+    own = getattr(model, "masked_embedding", None) if is_assistant(model) else None
+    if own is None:
+        return 0
+    rows = own.vocab_size_per_centroid * (own.num_centroids - own.centroid_intermediate_top_k)
+    return rows * own.hidden_size * own.centroids.weight.element_size()
+
+
 def load_assistant(draft: str | Path | nn.Module, target: HFTarget, tokenizer: Any) -> "Assistant":
     """Fit an assistant to its target. A folder or Hub id is loaded in the target's dtype onto its device.
 
@@ -49,7 +58,7 @@ def load_assistant(draft: str | Path | nn.Module, target: HFTarget, tokenizer: A
 
 
 class Assistant:
-    """A live assistant of `target`; see `core.draft.assistant`. layers, sinks: of the target's pool, as it reads them."""
+    """A live assistant of `target`; see `core.draft.assistant`. layers, sinks: of the target's pool, as it reads it."""
 
     aux_layers = (LAST,)
 
@@ -137,7 +146,8 @@ def _attend(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend through our op to a layer of the target's pool."""
-    out = attention(*(t[0].transpose(0, 1) for t in (q, k, v)), layers_read[module.layer_type])
+    layer_id = layers_read[module.layer_type]
+    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), layer_id)
     return out.unsqueeze(0), None
 
 
@@ -151,16 +161,15 @@ def _attending(model: nn.Module) -> list[Any]:
 
 def _layers_read(model: nn.Module, target: HFTarget) -> dict[str, int]:
     """Return the target's layer that each type of the assistant's layers reads: the last that makes its own K/V."""
-    made = {
-        module.layer_type: i
-        for i, module in enumerate(target.spec.modules)
-        if hasattr(module, "layer_type") and not getattr(module, "is_kv_shared_layer", False)
-    }
+    made: dict[str, int] = {}
+    for layer_id, module in enumerate(target.spec.modules):
+        if not getattr(module, "is_kv_shared_layer", True):
+            made[str(module.layer_type)] = layer_id
     wanted = list(dict.fromkeys(module.layer_type for module in _attending(model)))
     if missing := [kind for kind in wanted if kind not in made]:
         raise ValueError(
-            f"the assistant's layers read K/V of {missing} layers, of which the target, a {type(target.model).__name__}, "
-            f"has none (it has {sorted(made) or 'no types of layers'}); take the assistant made for this target"
+            f"the assistant attends to K/V of {missing} layers; the target, a {type(target.model).__name__}, has "
+            f"{sorted(made) or 'no types of layers that it knows'}: take the assistant made for this target"
         )
     return {kind: made[kind] for kind in wanted}
 
@@ -194,4 +203,5 @@ def _check(model: Any, target: HFTarget) -> None:
     }
     problems = [f"{name} {has} where the target has {wants}" for name, (has, wants) in facts.items() if has != wants]
     if problems:
-        raise ValueError(f"the assistant, a {type(model).__name__}, has {', '.join(problems)}; take the one made for it")
+        what = f"the assistant, a {type(model).__name__}, has {', '.join(problems)}"
+        raise ValueError(f"{what}; take the assistant made for this target, in its dtype and on its device")

@@ -11,6 +11,7 @@ from specdec import shipped
 from specdec.api import Engine, attach
 from specdec.core.config import AUTO
 from specdec.reach.assembly.algorithms import algorithms
+from specdec.reach.heads.formats import WHOLE
 from specdec.reach.heads.load import detect_algo, load_head
 from specdec.reach.targets.pretrained import BUNDLED, load_draft
 from specdec.reach.targets.shape import TargetShape
@@ -150,7 +151,7 @@ def draft_module(source: Path | str | None, model: Any) -> Any:
     if source is None:
         return None
     kind = detect_algo(source)
-    if kind == "standalone":
+    if kind in WHOLE:
         return load_draft(source, dtype=model.dtype, device=model.device)[0]
     return load_head(source, TargetShape.of(model), model.dtype, model.device, kind)
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from specdec import shipped
 from specdec.core.errors import CheckpointError
 from specdec.core.text.prompts import chat_ids, read_questions, tokenizer_fingerprint
+from specdec.reach.heads.formats import WHOLE
 from specdec.reach.heads.load import detect_algo, inspect, load_head
 from specdec.reach.targets.pretrained import BUNDLED, load_draft, read_tokenizer
 from specdec.reach.targets.shape import TargetShape
@@ -74,7 +75,7 @@ class Doctor(OnTarget, Reported):
         model, tokenizer = self.load()
         loaded, theirs, problems = None, None, list[str]()
         try:
-            if kind == "standalone":
+            if kind in WHOLE:
                 loaded, theirs = load_draft(source, dtype=model.dtype, device=model.device)
                 problems = standalone_problems(loaded, model)
             else:
@@ -87,7 +88,7 @@ class Doctor(OnTarget, Reported):
         facts["tokenizer"] = tokenizer_match(tokenizer, theirs)
         if named is not None:
             facts["tokenizer"] = "equal" if named == tokenizer_fingerprint(tokenizer) else "another, by its fingerprint"
-        elif kind != "standalone" and checkpoint is not None:
+        elif kind not in WHOLE and checkpoint is not None:
             facts["tokenizer"] = _tokenizer_beside(checkpoint.folder, tokenizer)
         if problems:
             found = {**facts, "defects": ["cannot be loaded"], "remarks": problems}

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from specdec.api import attach
 from specdec.core.draft.head import DraftHead
 from specdec.core.outputs import GenerationOutput
+from specdec.reach.targets.assistant import is_assistant
 from specdec.reach.targets.weight_bytes import VerifyCost, distinct_experts, verify_cost
 from specdec.tools.doctor.facts import embedding_likeness, facts_of, untouched_norm, weight_problems
 from specdec.tools.doctor.readings import Trial, doubts, search
@@ -60,7 +61,7 @@ def examine(
     found["chance"] = round(commonest(texts), 4)
     base, trials, repairs = None, list[Trial](), list[Trial]()
     if not isinstance(draft, DraftHead):
-        base = model_agreement(draft, texts)
+        base = None if is_assistant(draft) else model_agreement(draft, texts)
     else:
         likeness = embedding_likeness(draft, model)
         found["coverage"] = round(coverage(draft.hot_ids, texts), 4)

@@ -21,6 +21,7 @@ from specdec.reach.heads.block import BlockHead
 from specdec.reach.heads.eagle3 import Eagle3Head
 from specdec.reach.heads.nextn import NextNHead
 from specdec.reach.parallel.mixer_ranks import form_of
+from specdec.reach.targets.assistant import unscored_bytes
 from specdec.reach.targets.weight_bytes import ExpertBytes, VerifyCost, expert_weights, num_bytes, read_bytes
 from specdec.tools.measure.shapes import SHAPES, block_head_config, block_layers, head_config, recurrent_layers
 
@@ -211,7 +212,7 @@ def floor(model: PreTrainedModel, draft: Any, num_steps: int, gb_s: float, verif
         own = read_bytes(draft, draft.embed_tokens, None) + shared
         own -= _unused_bytes(draft, getattr(draft, "hf_config", None))
     else:
-        own = _step_bytes(draft)
+        own = _step_bytes(draft) - unscored_bytes(draft)
     return Floor(_step_bytes(model), own, num_steps, gb_s, verify)
 
 
