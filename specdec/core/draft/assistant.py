@@ -5,6 +5,7 @@ what the assistant made of its own. All steps of a round are at the root's posit
 tokens but none of the drafted ones. So a prompt needs no pass of the draft, and the nodes of a tree are requests apart.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -13,15 +14,18 @@ from torch import nn
 from specdec.backends.op import forward_context
 from specdec.core.batch import ForwardMode
 from specdec.core.draft.drafting import SteppingWorker
+from specdec.core.draft.eagle import Compiled
 from specdec.core.draft.worker import Draft, DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.core.functional.verify import VerifyOutput
 
 
 class Assistant(Protocol):
-    """A live assistant. aux_layers: of the target, which it reads; state_size h_d: of its own states; vocab_size V."""
+    """A live assistant. aux_layers: of the target, which it reads; num_layers: its own; state_size h_d: of its states;
+    vocab_size V."""
 
     model: nn.Module
     aux_layers: tuple[int, ...]
+    num_layers: int
 
     @property
     def state_size(self) -> int: ...
@@ -29,6 +33,9 @@ class Assistant(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def dtype(self) -> torch.dtype: ...
+
+    def routed(self) -> AbstractContextManager[None]:
+        """Return the context that `step` runs in."""
 
     def step(self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return own states [N, h_d] of embeds and states of the target's width [N, h], at `positions` [N] int64."""
@@ -58,6 +65,7 @@ class AssistantWorker(SteppingWorker):
         self.assistant, self.module, self.target = assistant, assistant.model, parts.target
         self.aux_layers = assistant.aux_layers
         self.hidden_size = size
+        self.compiled: list[Compiled] = []  # what replaces `run_live`, if anything
         self.features = torch.zeros(parts.config.num_rows, size, dtype=assistant.dtype, device=device)
 
     def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor:
@@ -101,7 +109,23 @@ class AssistantWorker(SteppingWorker):
         module: int = 0,
     ) -> torch.Tensor:
         assert hidden is not None, "an assistant reads states"
-        return self.assistant.step(self.target.embed_tokens(ids), hidden, positions)
+        for compiled in self.compiled:
+            return compiled(ids.contiguous(), positions, hidden.contiguous())[0]
+        with self.assistant.routed():
+            return self.run_live(ids, positions, hidden)[0]
+
+    def run_live(self, ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor]:
+        """Run `run` by the live modules; needs `Assistant.routed`. This is what gets traced."""
+        return (self.assistant.step(self.target.embed_tokens(ids), states, positions),)
+
+    def drop_compiled(self) -> None:
+        """Switch back to the live modules; every weight has a storage of its own again."""
+        for compiled in self.compiled:
+            compiled.release()
+        self.compiled.clear()
+
+    def close(self) -> None:
+        self.drop_compiled()
 
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         return self.assistant.head(states) if self.narrow is None else self.narrow(states)

@@ -2,9 +2,11 @@
 
 The assistant's own code runs, packed [1, N]. Its attention calls name a layer of the target's pool: of the target's
 layers of the same type, the last that makes K/V itself. Nothing of the model is changed meanwhile but what
-`Assistant.step` puts back.
+`Assistant.routed` puts back.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,9 @@ class Assistant:
         self._read = _layers_read(model, target)
         self.layers: list[LayerSpec] = list(target.spec.layers)
         self.sinks = list(target.spec.sinks)
-        for module in _attending(model):
+        attending = _attending(model)
+        self.num_layers = len(attending)
+        for module in attending:
             layer_id = self._read[module.layer_type]
             self.layers[layer_id] = _spec(module, target.spec.layers[layer_id])
             self.sinks[layer_id] = None
@@ -98,18 +102,23 @@ class Assistant:
         """Device of its weights."""
         return self.model.pre_projection.weight.device
 
-    def step(self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return own states [N, h_d] of embeds and states [N, h] at `positions` [N] int64; attention is in scope."""
-        given = self.model.pre_projection(torch.cat([embeds, states], 1)).unsqueeze(0)
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Route its attention to us within the context."""
         with self._views.shown(), evaluating(self.model, self._modules):
-            out = self.model.model(
-                inputs_embeds=given,
-                position_ids=positions.unsqueeze(0),
-                attention_mask=dict.fromkeys(self._read),
-                shared_kv_states={kind: self._nothing(given, i) for kind, i in self._read.items()},
-                use_cache=False,
-                layers_read=self._read,
-            )
+            yield
+
+    def step(self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return own states [N, h_d] of embeds and states [N, h] at `positions` [N] int64; needs `routed`."""
+        given = self.model.pre_projection(torch.cat([embeds, states], 1)).unsqueeze(0)
+        out = self.model.model(
+            inputs_embeds=given,
+            position_ids=positions.unsqueeze(0),
+            attention_mask=dict.fromkeys(self._read),
+            shared_kv_states={kind: self._stand_ins(given, i) for kind, i in self._read.items()},
+            use_cache=False,
+            layers_read=self._read,
+        )
         return out.last_hidden_state[0]
 
     def widened(self, states: torch.Tensor) -> torch.Tensor:
@@ -128,11 +137,11 @@ class Assistant:
         least = scores.amin(1, keepdim=True) - 1.0
         return least.expand(-1, self.vocab_size).scatter(1, ids, scores)
 
-    def _nothing(self, like: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k and v [1, Hkv, N, dim] that stand for those in the pool, and are not read."""
-        layer, zero = self.layers[layer_id], like.new_zeros(1)
-        dims = (layer.qk_dim, layer.v_dim)
-        return tuple(zero.expand(1, layer.num_kv_heads, like.shape[1], dim) for dim in dims)  # type: ignore[return-value]
+    def _stand_ins(self, like: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k and v [1, Hkv, N, dim] in place of those in the pool; ones, so that echoes of them show queries."""
+        layer, one = self.layers[layer_id], like.new_ones(1)
+        shape = (1, layer.num_kv_heads, like.shape[1])
+        return one.expand(*shape, layer.qk_dim), one.expand(*shape, layer.v_dim)
 
 
 def _attend(

@@ -1,5 +1,6 @@
 """Facts about a draft before it runs: features, shapes, vocabulary, tokenizer, sizes, and what its weights show."""
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ def shape_of(module: nn.Module) -> dict[str, int]:
         sizes = (layer.hidden_size, len(module.attention_layers), layer.num_heads, layer.num_kv_heads)
         return dict(zip(SHAPE, (*sizes, layer.head_dim, layer.intermediate_size), strict=True))
     config: Any = module.hf_config if isinstance(module, NextNHead) else module.config.get_text_config()  # type: ignore
+    config = copy(config)
+    config.allow_global_per_layer_attribute_access = True  # of layers that differ, as Gemma 4's, the usual ones'
     found = {ours: getattr(config, theirs, None) for ours, theirs in SHAPE.items()}
     found["head_dim"] = found["head_dim"] or config.hidden_size // config.num_attention_heads
     if isinstance(module, DraftHead):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from specdec.core.config import EngineConfig
+from specdec.core.draft.assistant import AssistantWorker
 from specdec.core.draft.block import BlockWorker
 from specdec.core.draft.eagle import HeadWorker
 from specdec.core.draft.head import DraftHead
@@ -27,7 +28,7 @@ def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) 
 
     A head that does not trace runs as it is, as a target does; see `compiled_or_why`. prefill_mode: the target's.
     """
-    if not isinstance(worker, StandaloneWorker | HeadWorker | BlockWorker):
+    if not isinstance(worker, StandaloneWorker | AssistantWorker | HeadWorker | BlockWorker):
         return ""
     why = why_uncompiled(config, worker.hot_ids.device)
     if why:
@@ -38,6 +39,8 @@ def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) 
     names = "the draft's layers", "the draft"
     if isinstance(worker, BlockWorker):
         return compiled_or_why(partial(_compile_block, worker, config), config, names)
+    if isinstance(worker, AssistantWorker):
+        return compiled_or_why(partial(_compile_assistant, worker, config), config, names)
     return compiled_or_why(partial(_compile_head, worker, config), config, names)
 
 
@@ -73,6 +76,24 @@ def _compile_block(worker: BlockWorker, config: EngineConfig) -> list["Traced"]:
         worker.compiled["keys_values"] = keys_values
         undo.pop_all()
     return [block, keys_values]
+
+
+def _compile_assistant(worker: AssistantWorker, config: EngineConfig) -> list["Traced"]:
+    """Trace a step: own states of (ids, positions, states of the target's width) [T, ...]."""
+    device, random = worker.hot_ids.device, torch.Generator().manual_seed(0)
+    states = torch.randn(NUM_TOKENS, worker.hidden_size, generator=random, device="cpu").to(device, worker.dtype)
+    subject = Subject(
+        run=worker.run_live,
+        module=worker.assistant.model,
+        inputs=(*random_tokens(NUM_TOKENS, worker.vocab_size, device), states),
+        ready=worker.assistant.routed,
+        num_outputs=1,
+        num_layers=worker.assistant.num_layers,
+        largest=config.max_batch * config.topk,
+    )
+    traced = trace_checked(subject, config, device)
+    worker.compiled.append(traced)
+    return [traced]
 
 
 def _traced(
