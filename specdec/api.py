@@ -65,8 +65,8 @@ def attach(
         so does dropping the engine. Or a `PeftModel`, whose active adapters count. Or one that transformers has sharded
         over ranks (tensor parallelism): then every rank attaches, and makes the same calls.
     draft: a checkpoint folder, a .gguf file, a Hub id, a loaded head, a live causal LM of the same vocabulary
-        ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
-        a folder that holds only them.
+        ("standalone"), an assistant of Gemma 4, or None for plain decoding. For "nextn" the target's own checkpoint, if
+        it holds MTP layers, or a folder that holds only them.
     algo: "auto" (read from the checkpoint; None without a draft), None (plain decoding) or a name of
         `reach.assembly.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
         earlier.

@@ -41,7 +41,7 @@ def engine_of(model, algo, shape, **settings):
 
 
 def test_all_algorithms_are_tested():
-    assert set(ALGOS) == {name for name, row in algorithms().items() if row.has_model}
+    assert {*ALGOS, "assistant"} == {name for name, row in algorithms().items() if row.has_model}  # see test_assistant
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

@@ -1,7 +1,5 @@
 """Assistants of Gemma 4: what they draft is what transformers has them draft, on K/V of the engine's target."""
 
-import copy
-
 import pytest
 import torch
 import transformers as tf
@@ -11,6 +9,7 @@ import specdec
 from specdec import SamplingParams
 from specdec.core.errors import CheckpointError
 from specdec.reach.heads.load import detect_algo, inspect, load_head
+from specdec.reach.targets.assistant import unscored_bytes
 from specdec.reach.targets.shape import TargetShape
 from specdec.tools.doctor.examine import examine
 from tests.gemma4 import KINDS, pair
@@ -25,7 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 7}
 SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 CENTROIDS = pytest.mark.parametrize("has_centroids", [False, True], ids=["plain", "centroids"])
-NUM_TOKENS = 16
+NUM_TOKENS = 8
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,7 +137,7 @@ def test_rounds_are_those_of_assisted_generation(has_centroids, monkeypatch):
     out = target.generate(ids, assistant_model=draft, max_new_tokens=NUM_TOKENS, do_sample=False)
     assert out[0, len(prompt) :].tolist() == text
     shared = [pair for pair in zip(theirs[1:], ours, strict=False) if len(pair[0]) == CHAIN["num_steps"] + 1]
-    assert len(shared) > 8 and all(a == b for a, b in shared)
+    assert len(shared) > 4 and all(a == b for a, b in shared)
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
@@ -146,9 +145,9 @@ def test_rounds_are_those_of_assisted_generation(has_centroids, monkeypatch):
 @SHAPES
 def test_greedy_text_is_that_of_generate(shape, has_centroids, graphs):
     target, draft = pair_of(has_centroids=has_centroids)
-    expected = [greedy(target, p, NUM_TOKENS) for p in ragged_prompts()]
+    expected = [greedy(target, p, NUM_TOKENS) for p in ragged_prompts()[:3]]
     engine = engine_of(target, draft, shape, **{**GRAPHS[graphs], "graph_sampling": "greedy"})
-    out = engine.generate(ragged_prompts(), max_new_tokens=NUM_TOKENS)
+    out = engine.generate(ragged_prompts()[:3], max_new_tokens=NUM_TOKENS)
     engine.check_integrity()
     report = engine.report()
     engine.detach()
@@ -245,58 +244,61 @@ def test_the_triton_backend_drafts_the_same():
 
 
 def test_a_folder_is_told_apart_by_its_tensors(tmp_path):
-    target, draft = pair_of(has_centroids=True)
+    target, draft = pair(has_centroids=True)
     draft.save_pretrained(tmp_path)
     assert detect_algo(tmp_path) == "assistant" and inspect(tmp_path).notes == ["attends to the target's K/V"]
-    outs = []
-    for given in (draft, tmp_path):
-        with engine_of(target, given) as engine:
-            outs.append(engine.generate(ragged_prompts(), max_new_tokens=8))
-            worker = engine._core.round.worker
-            outs[-1].tokens.append(worker.logits[:3].tolist())
-    assert outs[0].tokens == outs[1].tokens
     with pytest.raises(ValueError, match=r"algo='standalone', but .* is a draft for 'assistant'"):
         specdec.attach(target, tmp_path, algo="standalone")
     with pytest.raises(CheckpointError, match="it is a whole model, not a head"):
         load_head(tmp_path, TargetShape.of(target), torch.float32, DEVICE)
 
 
+def test_a_saved_assistant_is_the_same_assistant(tmp_path):
+    target, draft = pair_of(has_centroids=True)
+    draft.save_pretrained(tmp_path)
+    laws = []
+    for given in (draft, tmp_path):
+        with engine_of(target, given) as engine:
+            engine.generate(ragged_prompts(), max_new_tokens=8)
+            laws.append(engine._core.round.worker.logits[:3].clone())
+    assert laws[0].any() and laws[0].equal(laws[1])
+
+
 def test_what_does_not_fit_is_refused_by_name():
     target, draft = pair()
-    for model, why in (
-        (
-            tiny_model("llama"),
-            r"attends to K/V of \['sliding_attention', 'full_attention'\] layers; the target, a Llama",
-        ),
-        (copy.deepcopy(target).double(), "has dtype torch.float32 where the target has torch.float64"),
+    with pytest.raises(
+        ValueError, match=r"attends to K/V of \['sliding_attention', 'full_attention'\] layers; the target, a Llama"
     ):
-        with pytest.raises(ValueError, match=why):
-            specdec.attach(model, draft)
-        specdec.attach(model).detach()
-    other = pair()[1]
-    other.config.backbone_hidden_size = 48
+        specdec.attach(tiny_model("llama"), draft)
+    with pytest.raises(ValueError, match=r"has dtype torch\.float64 where the target has torch\.float32"):
+        specdec.attach(target, pair()[1].double())
+    draft.config.backbone_hidden_size = 48
     with pytest.raises(ValueError, match="has hidden size 48 where the target has 64"):
-        specdec.attach(target, other)
-    other = pair()[1]
-    other.model.layers[2].self_attn.head_dim = 16
+        specdec.attach(target, draft)
+    draft.config.backbone_hidden_size = 64
+    draft.model.layers[2].self_attn.head_dim = 16
     with pytest.raises(
         ValueError, match="full_attention layers have 8 query heads of 16, the target's K/V 2 heads of 32"
     ):
-        specdec.attach(target, other)
+        specdec.attach(target, draft)
+
+
+def test_few_tokens_are_proposed_if_rows_of_the_head_stand_for_it():
     with pytest.raises(ValueError, match="draft_vocab=40: this model's output head does more than multiply"):
         specdec.attach(*pair(has_centroids=True), draft_vocab=40)
-    with specdec.attach(target, draft, draft_vocab=40) as engine:
+    target, draft = pair_of()
+    with engine_of(target, draft, draft_vocab=40) as engine:
         assert engine.report().draft["draft_vocab_size"] == 40
+        out = engine.generate(ragged_prompts(), max_new_tokens=8)
+    assert out.tokens == [greedy(target, p, 8) for p in ragged_prompts()]
 
 
 def test_the_doctor_measures_it():
     target, draft = pair_of(has_centroids=True)
     found = examine(target, draft, [list(range(3, 13))], max_new_tokens=8, gb_s=50)
     assert found["equal"] and found["tau"] >= 1 and found["draft_vocab"] == VOCAB and "agreement" not in found
-    unread = (128 - 32) * 32 * 4  # of its output head
-    assert found["floor_break_even"] == pytest.approx(
-        1 + 3 * (found["draft_bytes"] - unread) / found["target_bytes"], rel=1
-    )
+    assert unscored_bytes(draft) == (VOCAB - 4 * VOCAB // 16) * 32 * 4  # 4 of 16 centroids are scored
+    assert unscored_bytes(target) == unscored_bytes(pair()[1]) == 0
 
 
 @pytest.mark.gpu
