@@ -40,7 +40,7 @@ def pair(
     """A target and an assistant that proposes noise; has_centroids: of the assistant's output head."""
     text, assistant, num_shared = KINDS[kind]
     own = {} if "unified" in kind else dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
-    layers = dict(num_hidden_layers=6, num_kv_shared_layers=num_shared)
+    layers = dict(num_hidden_layers=6, num_kv_shared_layers=num_shared, tie_word_embeddings=False)  # its text varies
     torch.manual_seed(seed)
     config = text(**SIZES, hidden_size=64, layer_types=["sliding_attention", "full_attention"] * 3, **layers, **own)
     target = random_weights(tf.AutoModelForCausalLM.from_config(config), seed)
