@@ -1,6 +1,6 @@
 """Assistants of transformers (Gemma 4's): drafts whose layers attend to the K/V of a live target.
 
-The assistant's own code runs, packed [1, N]. Its attention calls name a layer of the target's pool: of the target's
+The assistant's own code runs, one token a sequence. Its attention calls name a layer of the target's pool: of the target's
 layers of the same type, the last that makes K/V itself. Nothing of the model is changed meanwhile but what
 `Assistant.routed` puts back.
 """
@@ -110,16 +110,16 @@ class Assistant:
 
     def step(self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return own states [N, h_d] of embeds and states [N, h] at `positions` [N] int64; needs `routed`."""
-        given = self.model.pre_projection(torch.cat([embeds, states], 1)).unsqueeze(0)
+        given = self.model.pre_projection(torch.cat([embeds, states], 1)).unsqueeze(1)
         out = self.model.model(
             inputs_embeds=given,
-            position_ids=positions.unsqueeze(0),
+            position_ids=positions.unsqueeze(1),
             attention_mask=dict.fromkeys(self._read),
             shared_kv_states={kind: self._stand_ins(given, i) for kind, i in self._read.items()},
             use_cache=False,
             layers_read=self._read,
         )
-        return out.last_hidden_state[0]
+        return out.last_hidden_state[:, 0]
 
     def widened(self, states: torch.Tensor) -> torch.Tensor:
         """Map own states [N, h_d] to the target's width [N, h]."""
@@ -138,9 +138,9 @@ class Assistant:
         return least.expand(-1, self.vocab_size).scatter(1, ids, scores)
 
     def _stand_ins(self, like: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k and v [1, Hkv, N, dim] in place of those in the pool; ones, so that echoes of them show queries."""
+        """Return k and v [N, Hkv, 1, dim] in place of those in the pool; ones, so that echoes of them show queries."""
         layer, one = self.layers[layer_id], like.new_ones(1)
-        shape = (1, layer.num_kv_heads, like.shape[1])
+        shape = (like.shape[0], layer.num_kv_heads, 1)
         return one.expand(*shape, layer.qk_dim), one.expand(*shape, layer.v_dim)
 
 
@@ -154,10 +154,9 @@ def _attend(
     layers_read: dict[str, int],
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend through our op to a layer of the target's pool."""
-    layer_id = layers_read[module.layer_type]
-    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), layer_id)
-    return out.unsqueeze(0), None
+    """Attend through our op to a layer of the target's pool; q [N, Hq, 1, dim]."""
+    out = attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], layers_read[module.layer_type])
+    return out.unsqueeze(1), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)
