@@ -1,7 +1,7 @@
 """Assistants of transformers (Gemma 4's): drafts whose layers attend to the K/V of a live target.
 
-The assistant's own code runs, one token a sequence. Its attention calls name a layer of the target's pool: of the target's
-layers of the same type, the last that makes K/V itself. Nothing of the model is changed meanwhile but what
+The assistant's own code runs, one token a sequence. Its attention calls name a layer of the target's pool: of the
+target's layers of the same type, the last that makes K/V itself. Nothing of the model is changed meanwhile but what
 `Assistant.routed` puts back.
 """
 
