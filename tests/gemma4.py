@@ -27,9 +27,13 @@ OWN = dict(
     hidden_size_per_layer_input=0,
     vocab_size_per_layer_input=0,
 )
+VISION = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16
+)
 KINDS = {  # text config, assistant config, whether the target's last layers share K/V of earlier ones
     "gemma4": (tf.Gemma4TextConfig, tf.Gemma4AssistantConfig, 2),
     "gemma4 without shared layers": (tf.Gemma4TextConfig, tf.Gemma4AssistantConfig, 0),
+    "gemma4 with images": (tf.Gemma4TextConfig, tf.Gemma4AssistantConfig, 2),
     "gemma4_unified": (tf.Gemma4UnifiedTextConfig, tf.Gemma4UnifiedAssistantConfig, 0),
 }
 
@@ -43,7 +47,10 @@ def pair(
     layers = dict(num_hidden_layers=6, num_kv_shared_layers=num_shared, tie_word_embeddings=False)  # its text varies
     torch.manual_seed(seed)
     config = text(**SIZES, hidden_size=64, layer_types=["sliding_attention", "full_attention"] * 3, **layers, **own)
-    target = random_weights(tf.AutoModelForCausalLM.from_config(config), seed)
+    made_of = config
+    if kind == "gemma4 with images":
+        made_of = tf.Gemma4Config(text_config=config.to_dict(), vision_config=VISION, tie_word_embeddings=False)
+    target = random_weights(tf.AutoModelForCausalLM.from_config(made_of), seed)
     config = assistant(
         text_config={**SIZES, **OWN, "model_type": config.model_type},
         backbone_hidden_size=64,

@@ -25,7 +25,7 @@ IN_TEST = {
     "test_assistant.py::test_a_saved_assistant_is_the_same_assistant": "-",
     "test_assistant.py::test_cached_prefixes_change_no_draft": "-",
     "test_assistant.py::test_compiled_steps_draft_the_same": "-",
-    "test_assistant.py::test_drafts_are_those_of_transformers": "gemma4-centroids",
+    "test_assistant.py::test_drafts_are_those_of_transformers": "^gemma4-centroids",
     "test_assistant.py::test_few_tokens_are_proposed_if_rows_of_the_head_stand_for_it": "-",
     "test_assistant.py::test_greedy_text_is_that_of_generate": "tree-plain-graphs",
     "test_assistant.py::test_replays_draft_what_eager_rounds_do": "-",
