@@ -19,6 +19,7 @@ from transformers import (
 import specdec
 from specdec.core.errors import AttachError
 from specdec.graphs.compile import pieces
+from specdec.reach.targets.adapters import experts as adapted
 from specdec.reach.targets.admission.quantised import quantised_linears, stand_ins
 from tests import quantised_models
 from tests.heads import random_draft
@@ -91,7 +92,17 @@ def experts(kind, dtype=torch.float32):
         config = Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=4)
         return quantised_models.fp8_experts(AutoModelForCausalLM.from_config(config, dtype=dtype)).to(DEVICE)
     config = GptOssConfig(**sizes, intermediate_size=96, num_local_experts=4)
-    return quantised_models.mxfp4(AutoModelForCausalLM.from_config(config, dtype=dtype)).to(DEVICE)
+    return quantised_models.mxfp4(AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE))
+
+
+def assert_equal_texts(model, texts, expected):
+    """Texts of `ragged_prompts` are equal. On a GPU, whose sums are others, they may part where two tokens are as likely."""
+    for prompt, text, own in zip(ragged_prompts(), texts, expected, strict=False):
+        at = next((i for i, (a, b) in enumerate(zip(text, own, strict=True)) if a != b), None)
+        if at is not None:
+            assert DEVICE.type == "cuda", (text, own)
+            logits = model(torch.tensor([prompt + own[:at]], device=DEVICE)).logits[0, -1].float()
+            assert logits[own[at]] - logits[text[at]] < 0.05 * logits.std(), (text, own)
 
 
 @pytest.mark.filterwarnings("ignore:.*not compiled")
@@ -104,7 +115,7 @@ def test_text_of_experts_is_that_of_generate(kind, way):
     if draft is None:
         del settings["num_steps"]
     with specdec.attach(model, draft, max_batch=3, max_seq_len=128, **settings) as engine:
-        assert engine.generate(ragged_prompts(), max_new_tokens=8).tokens == expected
+        assert_equal_texts(model, engine.generate(ragged_prompts(), max_new_tokens=8).tokens, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*not compiled")
@@ -118,7 +129,7 @@ def test_text_is_that_of_generate(folder, kind, way):
     if draft is None:
         del settings["num_steps"]
     with specdec.attach(model, draft, max_batch=3, max_seq_len=128, **settings) as engine:
-        assert engine.generate(ragged_prompts(), max_new_tokens=count).tokens == expected
+        assert_equal_texts(model, engine.generate(ragged_prompts(), max_new_tokens=count).tokens, expected)
         engine.check_integrity()
     assert [greedy(model, p, count) for p in ragged_prompts()[:1]] == expected[:1]
 
@@ -149,13 +160,13 @@ def test_layers_are_of_our_ops(folder, kind, by_ops):
         names = ("fp8_linear", "packed_linear", "gated", "quantise", "rms_norm_fp8", "add_rms_norm_fp8")
         assert [by_ops[name] for name in names] == ([16, 0, 4, 8, 1, 7] if kind == "fp8" else [0, 16, 4, 0, 0, 0])
         compiled = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
-        assert compiled == [greedy(model, p, 5) for p in ragged_prompts()[:2]]
+        assert_equal_texts(model, compiled, [greedy(model, p, 5) for p in ragged_prompts()[:2]])
         layer = model.model.layers[0].mlp.down_proj
         written = {"w4a16": ("weight", "weight_scale"), "fp8": (), "like nf4": ()}.get(kind, ("scales",))
         with torch.no_grad():
             [getattr(layer, name).mul_(-8) for name in written]
         again = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
-        assert again == [greedy(model, p, 5) for p in ragged_prompts()[:2]]
+        assert_equal_texts(model, again, [greedy(model, p, 5) for p in ragged_prompts()[:2]])
         assert (again == compiled) == (not written)
 
 
@@ -179,7 +190,24 @@ def test_experts_are_of_our_ops(kind, op, by_ops):
     with specdec.attach(model, max_batch=3, max_seq_len=64, compile=True, compiler="eager") as engine:
         assert (by_ops[op], by_ops["gated"]) == (8, 4 if kind == "fp8" else 0)
         texts = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
-        assert texts == [greedy(model, p, 5) for p in ragged_prompts()[:2]]
+        assert_equal_texts(model, texts, [greedy(model, p, 5) for p in ragged_prompts()[:2]])
+
+
+@pytest.mark.filterwarnings("ignore:.*not compiled")
+def test_faults_of_models_with_experts_in_fp8_are_found(monkeypatch):
+    """One between tokens, and one of the product with experts itself."""
+    model = experts("fp8")
+    layer = model.model.layers[1].self_attn
+
+    def shrunk(module, args, output):
+        return output * 0.7 if model.config._attn_implementation == "specdec" else output
+
+    with layer.k_norm.register_forward_hook(shrunk), pytest.raises(AttachError, match="its logits differ from its own"):
+        specdec.attach(model)
+    own = adapted.grouped_fp8
+    monkeypatch.setattr(adapted, "grouped_fp8", lambda *given: own(*given) * 1.1)
+    with pytest.raises(AttachError, match="its experts in FP8 give what differs by"):
+        specdec.attach(model)
 
 
 def test_stand_ins_leave_no_trace(folder):

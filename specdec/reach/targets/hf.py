@@ -26,6 +26,7 @@ from specdec.core.target import TargetOutput
 from specdec.core.text.embedded import EmbeddedChunk
 from specdec.reach.parallel.sharded import Sharded, find_group, plain
 from specdec.reach.parallel.trials import any_rank
+from specdec.reach.targets.adapters.experts import check_fp8_experts
 from specdec.reach.targets.adapters.ropes import warn_of_low_precision
 from specdec.reach.targets.admission.equality import check_equality
 from specdec.reach.targets.admission.probe import ModelSpec, probe
@@ -109,6 +110,7 @@ class HFTarget:
             return self.head(self.layers(metadata.mode, ids, metadata.positions)[0])
 
         together = partial(any_rank, group=self.group, device=self.device) if self.group else bool
+        check_fp8_experts(model)
         check_equality(model, self.spec, run, self.dtype, self.device, together)
 
     @property

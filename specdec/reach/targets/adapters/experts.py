@@ -10,17 +10,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec.backends import grouped_linear
+from specdec.backends.differences import distance
 from specdec.backends.experts.choices import weighted_sum
 from specdec.backends.experts.quantised import LARGEST, grouped_fp8, grouped_mxfp4, pack_mxfp4
 from specdec.backends.linear import fp8, has_kernels
+from specdec.core.errors import AttachError
 from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.admission.quantised import is_kind
 
 MXFP4 = "Mxfp4GptOssExperts"
+NUM_COMPARED, TOP = 16, 2  # rows, and experts of each
+TIPPED = 0.03  # of the norm: rows are rounded to FP8 between two products, and some elements tip over
 
 
 def experts_forward(
@@ -62,6 +67,21 @@ class Experts:
     def routed(self) -> AbstractContextManager[None]:
         """Multiply by our op within the context; what others set meanwhile stays."""
         return replaced((vars(config), "_experts_implementation_internal", "specdec") for config in self._configs)
+
+
+@torch.inference_mode()
+def check_fp8_experts(model: PreTrainedModel) -> None:
+    """AttachError if our op does not give, for random rows, what experts in FP8 give themselves, but for rounding."""
+    for number, module in enumerate(m for m in _experts(model) if is_kind(m, "FP8Experts")):
+        device, (num, width, _) = module.down_proj.device, module.down_proj.shape
+        random = torch.Generator(device).manual_seed(number)
+        x = torch.randn(NUM_COMPARED, width, generator=random, device=device).to(model.dtype)
+        ids = torch.rand(NUM_COMPARED, num, generator=random, device=device).argsort(1)[:, :TOP]
+        weights = torch.rand(ids.shape, generator=random, device=device).to(model.dtype)
+        error = distance(experts_forward(module, x, ids, weights), module(x, ids, weights))
+        if not error <= TIPPED:
+            reason = f"its experts in FP8 give what differs by {error:.1e} from our kernel's (allowed: {TIPPED})"
+            raise AttachError(type(model).__name__, [reason])
 
 
 def _experts(model: nn.Module) -> Iterator[Any]:

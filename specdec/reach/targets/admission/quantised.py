@@ -99,12 +99,15 @@ def pack(model: PreTrainedModel) -> None:
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Let quantised layers multiply by plain random matrices of their shape within the context."""
-    layers = quantised_linears(model)
+    """Let quantised layers, and experts in FP8, multiply by plain random matrices of their shape within the context."""
+    plain = {m: partial(_plain_product, m.out_features, m.in_features) for m in quantised_linears(model)}
+    experts: list[Any] = [m for m in model.modules() if is_kind(m, "FP8Experts")]
+    plain |= {m: partial(_plain_experts, m.num_experts) for m in experts}
+    layers = list(plain)
     before = [layer.__dict__.get("forward") for layer in layers]
     try:
         for seed, layer in enumerate(layers):
-            layer.__dict__["forward"] = partial(_plain_product, layer.out_features, layer.in_features, seed)
+            layer.__dict__["forward"] = partial(plain[layer], seed)
         yield
     finally:
         for layer, own in zip(layers, before, strict=True):
@@ -122,3 +125,11 @@ def _plain_product(rows: int, columns: int, seed: int, x: torch.Tensor) -> torch
     random = torch.Generator(x.device).manual_seed(seed)
     weight = torch.randn(rows, columns, generator=random, device=x.device).mul_(SPREAD / columns**0.5)
     return F.linear(x, weight.to(x.dtype))
+
+
+def _plain_experts(num: int, seed: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """One random matrix for all experts, each of which scales its output by random factors of its own."""
+    random = torch.Generator(x.device).manual_seed(seed)
+    factors = torch.randn(num + 1, x.shape[-1], generator=random, device=x.device)  # transformers' own: of no expert
+    scale = (factors[ids] * weights.unsqueeze(-1)).sum(-2)
+    return (_plain_product(x.shape[-1], x.shape[-1], seed, x) * scale).to(x.dtype)
