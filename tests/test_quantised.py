@@ -96,7 +96,7 @@ def experts(kind, dtype=torch.float32):
 
 
 def assert_equal_texts(model, texts, expected):
-    """Texts of `ragged_prompts` are equal. On a GPU, whose sums are others, they may part where two tokens are as likely."""
+    """Texts of `ragged_prompts` are equal. On a GPU, whose sums are others, they may part where two tokens tie."""
     for prompt, text, own in zip(ragged_prompts(), texts, expected, strict=False):
         at = next((i for i, (a, b) in enumerate(zip(text, own, strict=True)) if a != b), None)
         if at is not None:
