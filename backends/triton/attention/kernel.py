@@ -25,6 +25,7 @@ from specdec.backends.triton.attention.blocks import (
     visible_keys,
 )
 from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
+from specdec.backends.triton.attention.folds import fold_apart
 from specdec.backends.triton.attention.partials import Partials, fold_rows, padded_dim, store_state
 from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.attention.tiling import Tiling
@@ -155,9 +156,10 @@ def _attention_kernel(
     AHEAD: tl.constexpr,
     ITEM: tl.constexpr,
     LIMITED: tl.constexpr,
+    APART: tl.constexpr,
 ):
     if PDL:
-        if TREE:  # what follows otherwise may be anybody's kernel: it starts when this one has ended
+        if TREE or APART:  # what follows otherwise may be anybody's kernel: it starts when this one has ended
             gdc_launch_dependents()
         gdc_wait()
     item = items + tl.program_id(1) * ITEM
@@ -234,17 +236,18 @@ def _attention_kernel(
         store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
     elif is_split:
         store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
-        # The barrier and the release make this program's states visible to who comes last, the acquire all others'.
-        tl.debug_barrier()
-        counter = arrived + first_item * NUM_KV_HEADS + kv_head
-        own = place + 1 - chunks_before
-        if tl.atomic_add(counter, own, sem="acq_rel") + own == num_states:
-            tl.store(counter, 0)  # for the next layer
-            fold_rows(
-                out, sinks, partial_acc, partial_stats, at_tile, num_states, m_block * BLOCK_M,
-                tl.minimum(q_len * GROUP - m_block * BLOCK_M, BLOCK_M), q_start, kv_head, dv, out_stride_t,
-                out_stride_h, GROUP, V_DIM, BLOCK_V, HAS_SINKS, STEP, FOLD_M, AHEAD,
-            )  # fmt: skip
+        if not APART:
+            # The barrier and the release make this program's states visible to who comes last, the acquire all others'.
+            tl.debug_barrier()
+            counter = arrived + first_item * NUM_KV_HEADS + kv_head
+            own = place + 1 - chunks_before
+            if tl.atomic_add(counter, own, sem="acq_rel") + own == num_states:
+                tl.store(counter, 0)  # for the next layer
+                fold_rows(
+                    out, sinks, partial_acc, partial_stats, at_tile, num_states, m_block * BLOCK_M,
+                    tl.minimum(q_len * GROUP - m_block * BLOCK_M, BLOCK_M), q_start, kv_head, dv, out_stride_t,
+                    out_stride_h, GROUP, V_DIM, BLOCK_V, HAS_SINKS, STEP, FOLD_M, AHEAD,
+                )  # fmt: skip
     else:
         result = result_of(fold(total, state), sinks, head, is_row, HAS_SINKS)
         out_at = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dv
@@ -293,15 +296,20 @@ def attend(
     constants = _constants(layer, sinks is not None, tiling, q.dtype)
     is_short = m.mode is not ForwardMode.EXTEND and m.q_len * constants["GROUP"] <= 8  # of no live length
     fold_m = 8 if is_short else 16
+    is_apart = layer.v_in_k and m.mode is not ForwardMode.EXTEND and not is_tree
     own = {**constants, "TREE": is_tree, "FOLD_M": fold_m, "AHEAD": AHEAD // fold_m}
-    own |= {"ITEM": ITEM_WIDTH, "LIMITED": m.limits is not None}
+    own |= {"ITEM": ITEM_WIDTH, "LIMITED": m.limits is not None, "APART": is_apart}
     grid = (layer.num_kv_heads, plan.items.shape[0])
     compiled = _attention_kernel[grid](*args, **own, **tiling.options, launch_pdl=own["PDL"])
-    tails = attend_tails(pools, strides, scales, m, plan, partials, layer, constants) if is_tree else None
+    second = None
+    if is_tree:
+        second = attend_tails(pools, strides, scales, m, plan, partials, layer, constants)
+    elif is_apart:
+        second = fold_apart(pools[:5], strides[3:], m, plan, partials, constants)
     if compiled is None:  # interpreted, or rehearsed
         return None
     first = Relaunch(_attention_kernel, compiled, grid, args, own)
-    return (first,) if tails is None else (first, tails)
+    return (first,) if second is None else (first, second)
 
 
 def _constants(layer: LayerSpec, has_sinks: bool, tiling: Tiling, dtype: torch.dtype) -> dict[str, Any]:

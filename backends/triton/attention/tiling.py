@@ -56,17 +56,19 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
     if dtype.itemsize > 2 or row_bytes > 256 or shared < _AMPLE:
         most = 32 if row_bytes <= 512 or shared >= _AMPLE else 16  # of fp32 one kind of instruction, so equal bits
     if layer.v_in_k:
-        return _latent_tiling(rows, dtype, shared)
+        is_few = rows <= 16 if m.mode is ForwardMode.EXTEND else m.num_reqs * rows <= PROCESSORS
+        return _latent_tiling(is_few, dtype, shared)
     block_m = min(max(16, triton.next_power_of_2(rows)), most)
     block_n = 64 if row_bytes <= 256 else 32
     shape = (4, 2, 2) if row_bytes > 256 else (_WIDE if row_bytes > 128 else _NARROW)[block_m]
     return Tiling(block_m, block_n if shared >= _AMPLE else block_n // 2, *shape)
 
 
-def _latent_tiling(rows: int, dtype: torch.dtype, shared: int) -> Tiling:
-    """Return the launch shape for layers whose V is in K, up to 512 and 64 columns."""
+def _latent_tiling(is_few: bool, dtype: torch.dtype, shared: int) -> Tiling:
+    """Return the launch shape for layers whose V is in K, up to 512 and 64 columns. is_few: there are so few rows that
+    tiles of fewer, and more programs, end earlier."""
     is_wide = dtype.itemsize > 2
-    block_m = 16 if is_wide or rows <= 16 or shared < _AMPLE else 32  # two states in fp32 fill the registers
+    block_m = 16 if is_wide or is_few or shared < _AMPLE else 32  # two states in fp32 fill the registers
     block_n = 16 if is_wide else 64 if shared > _MOST else 32
     return Tiling(block_m, block_n, num_warps=8, num_stages=1 if is_wide else 2, resident=1)
 
