@@ -19,7 +19,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import use_experts_implementation
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_packed_tensors, mlp_forward
 
-from specdec.backends.experts.quantised import grouped_fp8_twin
+from specdec.backends.experts.quantised import grouped_fp8, grouped_fp8_twin
 from specdec.backends.gates import swigluoai
 from specdec.backends.linear.fp8 import fp8_linear, fp8_linear_twin, quantise_twin
 from specdec.backends.linear.packed import NF4, NF4_GROUP
@@ -41,8 +41,9 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, *args: A
 def batched_matmul(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, expert_ids: torch.Tensor, **kwargs: Any
 ) -> torch.Tensor:
-    """Products of rows, each with its expert's weight."""
-    return grouped_fp8_twin(*quantise_twin(x), expert_ids.unsqueeze(1), weight, scales, x.dtype)
+    """Products of rows, each with its expert's weight; on a GPU by our kernel, as `matmul`."""
+    grouped = grouped_fp8 if x.is_cuda else grouped_fp8_twin
+    return grouped(*quantise_twin(x), expert_ids.unsqueeze(1), weight, scales, x.dtype)
 
 
 def grouped_matmul(
@@ -50,7 +51,7 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """Products of rows that lie in the order of their experts, those of expert e up to offsets[e]."""
     ids = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
-    return grouped_fp8_twin(*quantise_twin(x), ids.unsqueeze(1), weight, scales, x.dtype)
+    return batched_matmul(x, weight, scales, ids)
 
 
 @contextmanager
