@@ -100,6 +100,16 @@ def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: 
     return reasons
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of the heads of q and k, by weights [qk_dim] each; see `linear.rms_norm` for the rest."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+    offset: float
+    is_late: bool
+
+
 class Rope(NamedTuple):
     """Tables for T tokens: cos, sin [T, R] with R <= qk_dim, both halves of R equal; dims past R are not rotated."""
 
@@ -107,11 +117,22 @@ class Rope(NamedTuple):
     sin: torch.Tensor
 
 
+class NormedRope(NamedTuple):
+    """A `Rope` for q and k that are normed first."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    norms: HeadNorms
+
+
+AnyRope = Rope | NormedRope
+
+
 class AttentionCall(NamedTuple):
     """One layer of a forward.
 
     q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim], any strides but a dense last dim; out [T, Hq, v_dim] is
-    filled; pool and layer_id: where K/V go; sinks [Hq] or None; rope: tables for T tokens if q and k come un-rotated.
+    filled; pool and layer_id: where K/V go; sinks [Hq] or None; rope: if q and k come un-rotated.
     `attend` needs neither k and v nor rope.
     """
 
@@ -123,7 +144,7 @@ class AttentionCall(NamedTuple):
     layer_id: int
     layer: LayerSpec
     sinks: torch.Tensor | None = None
-    rope: Rope | None = None
+    rope: AnyRope | None = None
 
 
 class AttentionBackend(ABC):

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from specdec.backends.base import AttentionCall, Rope
+from specdec.backends.base import AnyRope, AttentionCall
 from specdec.backends.op import ForwardContext, adapter_scope, adapters_of_tokens, attention_scope
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
@@ -93,12 +93,12 @@ class _CapturedScope:
     slots: torch.Tensor
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None
     ) -> torch.Tensor:
         out = q  # unused: a store fills no output
         return self.bridge.attend(self.bridge.context.call(q, k, v, out, layer_id, rope), self.slots)
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None) -> None:
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None) -> None:
         self.bridge.context.store(k, v, layer_id, rope, self.slots)
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec, Rope
+from specdec.backends.base import AnyRope, AttentionBackend, AttentionCall, HeadNorms, LayerSpec, NormedRope, Rope
 from specdec.backends.library import Scope, define_op
 from specdec.backends.recurrent import StateScope, recurrent_scope
 from specdec.backends.recurrent.state_pool import StatePool
@@ -24,12 +24,12 @@ class AttentionScope(Protocol):
     """The scope that answers the attention calls of the forward in flight."""
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None
     ) -> torch.Tensor:
         """See `attention`."""
         ...
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None) -> None:
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None) -> None:
         """See `store`."""
         ...
 
@@ -84,7 +84,7 @@ class ForwardContext:
         return nullcontext() if self.adapters is None else adapter_scope(adapters_of_tokens(self.adapters, metadata))
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None
     ) -> torch.Tensor:
         """Store k and v, if that is done, and attend, in the forward that the backend has planned."""
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
@@ -93,7 +93,7 @@ class ForwardContext:
         return out
 
     def store(
-        self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None, slots: torch.Tensor | None = None
+        self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None, slots: torch.Tensor | None = None
     ) -> None:
         """Store k and v in the slots of the forward that the backend has planned, or in `slots` [T] int64."""
         q = k[:, :1]  # rotated beside k and read by nobody
@@ -107,7 +107,7 @@ class ForwardContext:
         v: torch.Tensor,
         out: torch.Tensor,
         layer_id: int,
-        rope: Rope | None,
+        rope: AnyRope | None,
     ) -> AttentionCall:
         """The call of one layer, for the backend."""
         if not 0 <= layer_id < len(self.layers):
@@ -128,7 +128,7 @@ class _PaddedScope:
     before: Callable[[int], None]
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None
     ) -> torch.Tensor:
         self.before(layer_id)
         place = (q.shape[0], *self.context.layers[layer_id].answer)
@@ -137,7 +137,7 @@ class _PaddedScope:
         self.context.backend.run(self.context.call(q, k, v, self.outputs[place], layer_id, rope))
         return self.outputs[place]
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None) -> None:
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None) -> None:
         self.context.store(k, v, layer_id, rope)
 
 
@@ -193,15 +193,23 @@ def _attn(
     layer_id: int,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    is_late: bool = False,
 ) -> torch.Tensor:
-    rope = None if cos is None or sin is None else Rope(cos, sin)
+    rope: AnyRope | None = None if cos is None or sin is None else Rope(cos, sin)
+    if rope is not None and q_norm is not None and k_norm is not None:
+        rope = NormedRope(rope.cos, rope.sin, HeadNorms(q_norm, k_norm, eps, offset, is_late))
     return _SCOPE.get().attend(q, k, v, layer_id, rope)
 
 
 # K and V that it writes to the pool are no arguments of it, so a trace sees a pure function; its order is kept by what
 # it returns.
 define_op(
-    "attn(Tensor q, Tensor k, Tensor v, int layer_id, Tensor? cos=None, Tensor? sin=None) -> Tensor",
+    "attn(Tensor q, Tensor k, Tensor v, int layer_id, Tensor? cos=None, Tensor? sin=None, Tensor? q_norm=None,"
+    " Tensor? k_norm=None, float eps=0.0, float offset=0.0, bool is_late=False) -> Tensor",
     _attn,
     lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[1], v.shape[2]),
 )

@@ -3,8 +3,9 @@ backends do when the caller passes the tables with un-rotated queries and keys; 
 
 import torch
 
-from specdec.backends.base import Rope
+from specdec.backends.base import AnyRope, NormedRope, Rope
 from specdec.backends.library import define_op
+from specdec.backends.linear.reference import rms_norm_twin
 
 
 def rope_table(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
@@ -15,13 +16,21 @@ def rope_table(positions: torch.Tensor, head_dim: int, theta: float, dtype: torc
     return Rope(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
-def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+def rotate(x: torch.Tensor, rope: AnyRope) -> torch.Tensor:
     """Rotate x [..., heads, dim] by tables [..., R]."""
     cos, sin = rope.cos.unsqueeze(-2), rope.sin.unsqueeze(-2)
     rotary, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     low, high = rotary.chunk(2, -1)
     rotated = rotary * cos + torch.cat([-high, low], -1) * sin
     return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest], -1)
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, rope: AnyRope) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k [T, heads, dim] normed, where `rope` has norms, and rotated."""
+    if isinstance(rope, NormedRope):
+        of_q, of_k, eps, offset, is_late = rope.norms
+        q, k = (rms_norm_twin(x, w, eps, offset, is_late) for x, w in ((q, of_q), (k, of_k)))
+    return rotate(q, rope), rotate(k, rope)
 
 
 def rope_tables(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
 from specdec.backends.metadata import TORCH_METADATA, slots_at
-from specdec.backends.rope import rotate
+from specdec.backends.rope import prepare
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
 
@@ -95,7 +95,7 @@ class TorchBackend(AttentionBackend):
         q, k = call.q, call.k
         assert k is not None and call.v is not None
         if call.rope is not None:
-            q, k = rotate(q, call.rope), rotate(k, call.rope)
+            q, k = prepare(q, k, call.rope)
         call.pool.write(call.layer_id, slots, k, call.v)
         return q if q_out is None else q_out.copy_(q)
 

@@ -27,9 +27,10 @@ from specdec.backends import (
     pick_backend,
     unmet_needs,
 )
+from specdec.backends.base import HeadNorms, NormedRope
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.op import ForwardContext
-from specdec.backends.rope import Rope, rope_table, rotate
+from specdec.backends.rope import Rope, prepare, rope_table, rotate
 from specdec.core.batch import ForwardMode
 from specdec.core.cache.pool import KVPool
 from specdec.reach.targets.admission.masks import Reach, classify_mask
@@ -376,9 +377,9 @@ def test_the_backend_rotates_what_comes_unrotated(kind, rotary):
     setup.check_causal(metadata, *setup.run(metadata, rope))
 
 
-@pytest.mark.parametrize("rotary", [0, 24, 8])
+@pytest.mark.parametrize(("rotary", "is_late"), [(0, None), (24, None), (8, None), (24, False), (8, True)])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_stored_keys_equal_the_twin(rotary, dtype):
+def test_stored_keys_equal_the_twin(rotary, is_late, dtype):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(5, *s, generator=generator).to(DEVICE, dtype) for s in ((6, 24), (3, 24), (3, 12)))
     wide = torch.randn(3, 5, 24, generator=generator).to(DEVICE, dtype).transpose(0, 1)  # heads first, as HF has them
@@ -387,11 +388,16 @@ def test_stored_keys_equal_the_twin(rotary, dtype):
         pool.k[0], pool.v[0] = pool.k[0][:, :3].contiguous(), pool.v[0][:, :3].contiguous()
     slots = torch.tensor([8, 1, 3, 2, 7], device=DEVICE)
     rope = Rope(*rope_table(torch.arange(5, device=DEVICE), rotary, 100.0, dtype)) if rotary else None
+    if is_late is not None:
+        weights = (torch.randn(24, generator=generator).to(DEVICE, dtype) for _ in range(2))
+        rope = NormedRope(*rope, HeadNorms(*weights, 0.5, 1.0 if is_late else 0.0, is_late))
     for keys in (k, wide):
         got = store_kv(q, keys, v, pools[0].k[0], pools[0].v[0], slots, rope)
-        pools[1].write(0, slots, keys if rope is None else rotate(keys, rope), v)
-        torch.testing.assert_close(got, q if rope is None else rotate(q, rope), atol=TOLERANCE[dtype], rtol=1e-2)
-        torch.testing.assert_close(pools[0].k[0], pools[1].k[0], atol=TOLERANCE[dtype], rtol=1e-2)
+        expected, stored = (q, keys) if rope is None else prepare(q, keys, rope)
+        pools[1].write(0, slots, stored, v)
+        near = {"atol": TOLERANCE[dtype], "rtol": 1e-2 if is_late is None else 4e-2}  # a norm rounds twice more
+        torch.testing.assert_close(got, expected, **near)
+        torch.testing.assert_close(pools[0].k[0], pools[1].k[0], **near)
         assert torch.equal(pools[0].v[0], pools[1].v[0])
 
 

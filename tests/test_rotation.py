@@ -5,13 +5,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as by_halves
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_split
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from specdec.backends.base import NormedRope
 from specdec.backends.op import attention, attention_scope
-from specdec.backends.rope import rope_table, rotate
+from specdec.backends.rope import prepare, rope_table, rotate
 from specdec.graphs.compile.trace import trace
-from specdec.reach.targets.compiling.rotation import hand_over_rotations
+from specdec.reach.targets.compiling.norms import take_over_norms
+from specdec.reach.targets.compiling.rotation import hand_over_norms, hand_over_rotations
 
 DIM = 16
 
@@ -97,3 +101,54 @@ def test_the_half_split_rotation_is_handed_over_and_no_other(rotation, is_recogn
         got = traced(*inputs)[0][:, :4]
     assert (counts, live.handed_over, ours.handed_over) == ([int(is_recognised)], False, is_recognised)
     assert torch.equal(got, expected)
+
+
+@dataclass
+class Prepared:
+    """Answers attention calls with q and k as a backend prepares them, and keeps whether norms came."""
+
+    has_norms: bool | None = None
+
+    def attend(self, q, k, v, layer_id, rope):
+        self.has_norms = isinstance(rope, NormedRope)
+        q, k = (q, k) if rope is None else prepare(q, k, rope)
+        return torch.cat([q, k, v], 1)
+
+
+@pytest.mark.parametrize(
+    ("norms", "is_recognised"),
+    [
+        ((Qwen3RMSNorm(DIM), Qwen3RMSNorm(DIM)), True),
+        ((Gemma3RMSNorm(DIM), Gemma3RMSNorm(DIM)), True),
+        ((Qwen3RMSNorm(DIM), Qwen3RMSNorm(DIM, eps=1e-3)), False),
+        ((Qwen3RMSNorm(DIM), torch.nn.Identity()), False),
+    ],
+    ids=["Qwen3", "Gemma3", "of other settings", "of queries only"],
+)
+def test_norms_of_heads_are_handed_over_with_their_rotation(norms, is_recognised):
+    generator, op = torch.Generator().manual_seed(0), torch.ops.specdec.attn.default
+    for norm in norms:
+        for weight in norm.parameters():
+            weight.data = torch.randn(DIM, generator=generator)
+    inputs, counts = (torch.arange(5), torch.randn(5, 6 * DIM, generator=generator)), []
+
+    def normed(q, k, cos, sin):
+        return half_split(norms[0](q.transpose(1, 2)).transpose(1, 2), norms[1](k), cos, sin)
+
+    def rewrite(graph):
+        hand_over_rotations(graph, op)
+        take_over_norms(graph)
+        counts.append(hand_over_norms(graph, op))
+
+    def run(positions, x):
+        return (attend(positions, x, normed),)
+
+    with torch.no_grad():
+        traced = trace(run, inputs, (op,), "eager", rewrite=rewrite, module=torch.nn.ModuleList(norms))
+        live, ours = Prepared(), Prepared()
+        with attention_scope(live):
+            expected = run(*inputs)[0]
+        with attention_scope(ours):
+            got = traced(*inputs)[0]
+    assert (counts, live.has_norms, ours.has_norms) == ([int(is_recognised)], False, is_recognised)
+    torch.testing.assert_close(got, expected)

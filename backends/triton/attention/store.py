@@ -1,6 +1,6 @@
-"""K and V of new tokens into the pool in one launch, with the rotation of q and k where the caller hands it over.
+"""K and V of new tokens into the pool in one launch, with norms and rotation of q and k where those are handed over.
 
-Twin: `KVPool.write` after `backends.rope.rotate`.
+Twin: `KVPool.write` after `backends.rope.prepare`.
 """
 
 import torch
@@ -8,8 +8,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.rope import Rope
+from specdec.backends.base import AnyRope, HeadNorms, NormedRope
 from specdec.backends.triton.launch.relaunch import follows_early
+
+
+@triton.jit
+def _normed(x, inverse, weight, inside, offset, NORMS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return x over its root mean square, weighted and rounded as `linear.rms_norm` does; NORMS: "late" or "early"."""
+    scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)[None, :]
+    x = x * inverse
+    if NORMS == "late":
+        x = x * (offset + scale)
+    else:
+        x = x.to(DTYPE).to(tl.float32) * scale
+    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -18,22 +30,37 @@ def _rotated_copy(
     target,
     cos,
     sin,
+    norm,
+    eps,
+    offset,
     source_stride_h,
     target_stride_h,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    NORMS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy one token's [HEADS, DIM], its first ROTARY dims rotated in fp32."""
+    """Copy one token's [HEADS, DIM], normed unless NORMS is "", and its first ROTARY dims rotated in fp32."""
     HALF: tl.constexpr = ROTARY // 2
     h = tl.arange(0, BLOCK_H)[:, None]
-    i = tl.arange(0, BLOCK_HALF)
-    is_low = (h < HEADS) & (i < HALF)
+    i, d = tl.arange(0, BLOCK_HALF), ROTARY + tl.arange(0, BLOCK_D)
+    is_low, is_rest = (h < HEADS) & (i < HALF), (h < HEADS) & (d < DIM)
     low = tl.load(source + h * source_stride_h + i, mask=is_low, other=0.0).to(tl.float32)
     high = tl.load(source + h * source_stride_h + HALF + i, mask=is_low, other=0.0).to(tl.float32)
+    if ROTARY < DIM:
+        rest = tl.load(source + h * source_stride_h + d, mask=is_rest, other=0.0).to(tl.float32)
+    if NORMS != "":
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        if ROTARY < DIM:
+            squares += tl.sum(rest * rest, 1)
+        inverse, given = tl.rsqrt(squares / DIM + eps)[:, None], source.dtype.element_ty
+        low = _normed(low, inverse, norm + i, i < HALF, offset, NORMS, given)
+        high = _normed(high, inverse, norm + HALF + i, i < HALF, offset, NORMS, given)
+        if ROTARY < DIM:
+            rest = _normed(rest, inverse, norm + d, d < DIM, offset, NORMS, given)
     cos_low = tl.load(cos + i, mask=i < HALF, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + i, mask=i < HALF, other=0.0).to(tl.float32)
     cos_high = tl.load(cos + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
@@ -42,10 +69,7 @@ def _rotated_copy(
     tl.store(target + h * target_stride_h + i, (low * cos_low - high * sin_low).to(dtype), mask=is_low)
     tl.store(target + h * target_stride_h + HALF + i, (high * cos_high + low * sin_high).to(dtype), mask=is_low)
     if ROTARY < DIM:
-        d = ROTARY + tl.arange(0, BLOCK_D)
-        is_rest = (h < HEADS) & (d < DIM)
-        rest = tl.load(source + h * source_stride_h + d, mask=is_rest, other=0.0)
-        tl.store(target + h * target_stride_h + d, rest, mask=is_rest)
+        tl.store(target + h * target_stride_h + d, rest.to(dtype), mask=is_rest)
 
 
 @triton.jit
@@ -76,6 +100,10 @@ def _store_kernel(
     slots,
     cos,
     sin,
+    q_norm,
+    k_norm,
+    eps,
+    offset,
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -88,6 +116,7 @@ def _store_kernel(
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    NORMS: tl.constexpr,
     COPIES_Q: tl.constexpr,
     V_IN_K: tl.constexpr,
     BLOCK_HQ: tl.constexpr,
@@ -114,12 +143,12 @@ def _store_kernel(
     else:
         cos_row, sin_row = cos + token * rope_stride_t, sin + token * rope_stride_t
         _rotated_copy(
-            k_row, k_slot, cos_row, sin_row, k_stride_h, QK_DIM, NUM_KV_HEADS, QK_DIM, ROTARY,
-            BLOCK_HKV, BLOCK_HALF, BLOCK_QK,
+            k_row, k_slot, cos_row, sin_row, k_norm, eps, offset, k_stride_h, QK_DIM, NUM_KV_HEADS, QK_DIM, ROTARY,
+            NORMS, BLOCK_HKV, BLOCK_HALF, BLOCK_QK,
         )  # fmt: skip
         _rotated_copy(
-            q + token * q_stride_t, q_out + token * (NUM_HEADS * QK_DIM), cos_row, sin_row, q_stride_h, QK_DIM,
-            NUM_HEADS, QK_DIM, ROTARY, BLOCK_HQ, BLOCK_HALF, BLOCK_QK,
+            q + token * q_stride_t, q_out + token * (NUM_HEADS * QK_DIM), cos_row, sin_row, q_norm, eps, offset,
+            q_stride_h, QK_DIM, NUM_HEADS, QK_DIM, ROTARY, NORMS, BLOCK_HQ, BLOCK_HALF, BLOCK_QK,
         )  # fmt: skip
 
 
@@ -130,16 +159,14 @@ def store_kv(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     slots: torch.Tensor,
-    rope: Rope | None,
+    rope: AnyRope | None,
     q_out: torch.Tensor | None = None,
     v_in_k: bool = False,
 ) -> torch.Tensor:
     """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool at `slots` [T] int64; returns the q to attend with.
 
-    v_in_k: v is a part of k and not written again.
-
-    Without `rope` q [T, Hq, qk_dim] comes back as it is; with it q and k are rotated. q_out, dense like q, takes the
-    q to attend with in either case.
+    Without `rope` q [T, Hq, qk_dim] comes back as it is; with it q and k are normed, if it has norms, and rotated.
+    q_out, dense like q, takes the q to attend with in either case. v_in_k: v is a part of k and not written again.
     """
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "q, k and v need a dense last dim"
     num_tokens, num_heads, qk_dim = q.shape
@@ -149,7 +176,9 @@ def store_kv(
     if q_out is None:
         q_out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert q_out is q or (q_out.is_contiguous() and q_out.shape == q.shape), "q_out must be dense and like q"
-    cos, sin = (q, q) if rope is None else rope
+    cos, sin = (q, q) if rope is None else rope[:2]
+    norms = rope.norms if isinstance(rope, NormedRope) else HeadNorms(q, q, 0.0, 0.0, False)
+    kind = "" if norms.q is q else "late" if norms.is_late else "early"
     assert cos.stride() == sin.stride() and cos.stride(-1) == 1, "cos and sin need one layout and a dense last dim"
     is_early = follows_early()
     _store_kernel[(num_tokens,)](
@@ -162,6 +191,7 @@ def store_kv(
         slots,
         cos,
         sin,
+        *norms[:4],
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -174,6 +204,7 @@ def store_kv(
         QK_DIM=qk_dim,
         V_DIM=v_dim,
         ROTARY=rotary,
+        NORMS=kind,
         COPIES_Q=copies_q,
         V_IN_K=v_in_k,
         BLOCK_HQ=triton.next_power_of_2(num_heads),

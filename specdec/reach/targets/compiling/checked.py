@@ -24,7 +24,7 @@ from specdec.reach.targets.compiling.matching import drop_casts
 from specdec.reach.targets.compiling.norms import take_over_norms
 from specdec.reach.targets.compiling.products import take_over_products
 from specdec.reach.targets.compiling.quantised import join_quantised, quantise_norms
-from specdec.reach.targets.compiling.rotation import hand_over_rotations
+from specdec.reach.targets.compiling.rotation import hand_over_norms, hand_over_rotations
 from specdec.reach.targets.compiling.routers import take_over_choices
 from specdec.reach.targets.compiling.tables import take_over_tables
 
@@ -179,6 +179,7 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
     if is_ours:
         take_over_products(graph)
         take_over_norms(graph)
+        hand_over_norms(graph, ATTENTION)
         quantise_norms(graph)
         take_over_tables(graph)
 

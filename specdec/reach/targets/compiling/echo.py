@@ -11,7 +11,7 @@ from specdec.backends.differences import disturb
 from specdec.backends.op import attention_scope, current_scope
 from specdec.backends.recurrent import current_recurrent, recurrent_scope
 from specdec.backends.recurrent.state_pool import ScanInputs
-from specdec.backends.rope import Rope, rotate
+from specdec.backends.rope import AnyRope, prepare
 
 
 class Echo:
@@ -19,16 +19,16 @@ class Echo:
     other arguments, and by the layer. No token reads another."""
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None
     ) -> torch.Tensor:
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            q, k = prepare(q, k, rope)
         group = q.shape[1] // v.shape[1]
         ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
         weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
         return _of_layer(v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype), layer_id)
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None) -> None:
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None) -> None:
         """There is no cache."""
 
     def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:

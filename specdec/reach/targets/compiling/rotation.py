@@ -1,4 +1,4 @@
-"""Hands the rotation of queries and keys over to attention in a traced graph.
+"""Hands the rotation of queries and keys, and norms of heads before it, over to attention in a traced graph.
 
 Inductor rotates q and k in a kernel each; the backend's kernel that stores K and V rotates both on its way. What is
 recognised is the half-split rotation of `backends.rope.rotate`, as transformers writes it: x·cos + cat(-high, low)·sin,
@@ -54,6 +54,29 @@ def hand_over_rotations(graph: fx.GraphModule, op: Any) -> int:
         for (user, node), source in zip(places, (q.source, k.source), strict=True):
             user.replace_input_with(node, source)
             erase_upwards(graph.graph, node, _is_part)
+        num_rewritten += 1
+    graph.graph.lint()
+    graph.recompile()
+    return num_rewritten
+
+
+def hand_over_norms(graph: fx.GraphModule, op: Any) -> int:
+    """Give calls of op(q, k, v, layer, cos, sin) q and k as they were before `specdec::rms_norm` of their heads, and
+    its weights and settings, where both had one of equal settings. In place; returns the number of calls rewritten."""
+    num_rewritten, norm = 0, torch.ops.specdec.rms_norm.default
+    for call in graph.graph.nodes:
+        if not is_function(call, op, op.overloadpacket) or len(call.args) != 6 or call.args[5] is None:
+            continue
+        places = [_below_layout(call, x) for x in call.args[:2]]
+        norms = [node for _, node in places]
+        if not all(is_function(n, norm) and len(n.users) == 1 for n in norms) or norms[0] is norms[1]:
+            continue
+        if norms[0].args[2:] != norms[1].args[2:]:
+            continue
+        call.args = (*call.args, norms[0].args[1], *norms[1].args[1:])
+        for user, node in places:
+            user.replace_input_with(node, node.all_input_nodes[0])
+            graph.graph.erase_node(node)
         num_rewritten += 1
     graph.graph.lint()
     graph.recompile()
