@@ -56,11 +56,11 @@ def _rotated_copy(
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         if ROTARY < DIM:
             squares += tl.sum(rest * rest, 1)
-        inverse, given = tl.rsqrt(squares / DIM + eps)[:, None], source.dtype.element_ty
-        low = _normed(low, inverse, norm + i, i < HALF, offset, NORMS, given)
-        high = _normed(high, inverse, norm + HALF + i, i < HALF, offset, NORMS, given)
+        inverse = tl.rsqrt(squares / DIM + eps)[:, None]
+        low = _normed(low, inverse, norm + i, i < HALF, offset, NORMS, source.dtype.element_ty)
+        high = _normed(high, inverse, norm + HALF + i, i < HALF, offset, NORMS, source.dtype.element_ty)
         if ROTARY < DIM:
-            rest = _normed(rest, inverse, norm + d, d < DIM, offset, NORMS, given)
+            rest = _normed(rest, inverse, norm + d, d < DIM, offset, NORMS, source.dtype.element_ty)
     cos_low = tl.load(cos + i, mask=i < HALF, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + i, mask=i < HALF, other=0.0).to(tl.float32)
     cos_high = tl.load(cos + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
