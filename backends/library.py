@@ -9,6 +9,7 @@ import torch
 
 T = TypeVar("T")
 LIBRARY = torch.library.Library("specdec", "FRAGMENT")
+RUN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # by the name of an op: on CPUs, and on CUDA
 
 
 def define_op(
@@ -17,6 +18,7 @@ def define_op(
     """Define `specdec::NAME(...)`. run: on every device, or with on_cuda on CPUs; fake: makes results of the right
     shape and dtype. Plain Library calls: `torch.library.custom_op` would add microseconds to every call on a CPU."""
     name = schema.partition("(")[0]
+    RUN[name] = run, on_cuda or run
     LIBRARY.define(schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd" if on_cuda is None else "CPU")
     if on_cuda is not None:

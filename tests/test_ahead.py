@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec
 from specdec.backends import BACKENDS, TorchBackend, comm, compiling_kernels
+from specdec.backends.library import define_op
 from specdec.core.prefill.whole import WholeProgram
 from specdec.core.round.graphs import first_token_part
 from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build, rehearse
@@ -87,6 +88,22 @@ def test_what_a_kernel_would_have_filled_is_zero():
         found.append(torch.empty_like(given.t()))
         kept = given + 1
     assert all(not t.any() for t in found) and (kept == 2).all()
+
+
+def test_within_ops_of_ours_too():
+    """They choose what torch, or Inductor's kernels, index by, and nothing may be read past its end."""
+    row = torch.arange(4.0)
+
+    def choose(x):
+        unfilled = torch.empty(1000, dtype=torch.int64)
+        return torch.cat([unfilled.float(), row[unfilled]])
+
+    define_op("unfilled_choices(Tensor x) -> Tensor", choose, lambda x: x.new_empty(2000))
+    dirty = [torch.full((1000,), 7) for _ in range(20)]
+    del dirty
+    with torch.inference_mode(), ahead._Zeros():
+        found = torch.ops.specdec.unfilled_choices.default(torch.ones(2))
+    assert not found[:1000].any() and not found[1000:].any()
 
 
 class Counting(TorchDispatchMode):

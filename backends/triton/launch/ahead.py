@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.runtime.jit import JITFunction
 
 from specdec.backends import comm
+from specdec.backends.library import RUN
 
 MOST_THREADS = 16
 PACKAGE = __name__.partition(".")[0]
@@ -86,10 +87,15 @@ def _without_launches(package: str) -> Iterator[None]:
 
 
 class _Zeros(TorchDispatchMode):
-    """Makes allocations, indices and tensors of other ranks zero; writes by an index write nothing."""
+    """Makes allocations, indices and tensors of other ranks zero, within ops of ours, too; writes by an index write
+    nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == PACKAGE and func not in comm.FAKES:
+            is_cuda = any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves((args, kwargs)))
+            with self:  # which is off while it handles a call
+                return RUN[func.overloadpacket.__name__][is_cuda](*args, **kwargs)
         if func in EMPTY:
             return func(*args, **kwargs).zero_()
         if func in comm.FAKES:
