@@ -277,6 +277,7 @@ def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -
     """The attention kernel, and those that go with it, in `which` forwards: 0 a token, 1 a tree, 2 one of two words,
     3 a chain, 4 a prefill, 5 one with images."""
     from specdec.backends import AttentionCall, LayerSpec
+    from specdec.backends.base import HeadNorms, NormedRope
     from specdec.backends.rope import rope_table
     from specdec.backends.triton.attention.metadata import TRITON_METADATA
     from specdec.backends.triton.backend import TritonBackend
@@ -306,6 +307,9 @@ def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -
         backend = TritonBackend()
         backend.plan(plan)
         rope = rope_table(torch.arange(t), 64, 1e4, dtype) if layer.has_sinks else None
+        if rope is not None and plan is not plans[0]:
+            weight = torch.zeros(layer.qk_dim, dtype=dtype)
+            rope = NormedRope(*rope, HeadNorms(weight, weight, 1e-6, 1.0, plan is plans[4]))
         backend.run(AttentionCall(*(x.to(dtype) for x in (q, k, v, out)), pool, 0, layer, sinks, rope))
 
 
