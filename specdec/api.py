@@ -61,9 +61,10 @@ def attach(
 ) -> "Engine":
     """Attach to a live `transformers` causal LM and return an engine that generates its text.
 
-    target: the model, in eval mode, on one device, not quantised. It stays usable; `Engine.detach()` restores it, and
-        so does dropping the engine. Or a `PeftModel`, whose active adapters count. Or one that transformers has sharded
-        over ranks (tensor parallelism): then every rank attaches, and makes the same calls.
+    target: the model, in eval mode, on one device; docs/engine.md names the ways in which it may be quantised. It stays
+        usable; `Engine.detach()` restores it, and so does dropping the engine. Or a `PeftModel`, whose active adapters
+        count. Or one that transformers has sharded over ranks (tensor parallelism): then every rank attaches, and makes
+        the same calls.
     draft: a checkpoint folder, a .gguf file, a Hub id, a loaded head, a live causal LM of the same vocabulary
         ("standalone"), an assistant of Gemma 4, or None for plain decoding. For "nextn" the target's own checkpoint, if
         it holds MTP layers, or a folder that holds only them.
