@@ -1,6 +1,7 @@
 """Pages on demand: requests hold what they need now; those that are preempted go on later, with the same text."""
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -61,54 +62,68 @@ def same(out, expected):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def compared(model, algo, options, times=1, lag=0, **given):
+def generated(engine, i):
+    """Return what an engine makes of the i-th prompts."""
+    asked = {
+        "max_new_tokens": [NUM_TOKENS, 3, 17, 24, 9, 24, 2],
+        "sampling": (LAWS * 2)[:7],
+        "ignore_eos": i % 2 == 0,
+    }
+    return engine.generate(prompts_of(7, i), **asked)
+
+
+def undisturbed(model, algo, options, times=1, **given):
+    """Return what it generates with pages for all."""
+    ample = engine_of(copy.deepcopy(model), algo, **options, **given)
+    outs = [generated(ample, i) for i in range(times)]
+    assert not ample.report().preemption["preemptions"]
+    ample.detach()
+    return outs
+
+
+def compared(model, algo, options, expected, lag=0, prefix_cache=False, **given):
     """Generate with few pages, and with pages missing at random; return the number of preemptions."""
-    twin, keeps = copy.deepcopy(model), given.pop("prefix_cache", False)
-    ample = engine_of(twin, algo, **options, **given)
-    engine = engine_of(model, algo, **options, num_slots=90, prefix_cache=keeps, **given)
+    engine = engine_of(model, algo, **options, num_slots=90, prefix_cache=prefix_cache, **given)
     engine._core._lag = lag
-    missing_pages(engine, random.Random(times))
-    for i in range(times):
-        prompts = prompts_of(7, i)
-        asked = {
-            "max_new_tokens": [NUM_TOKENS, 3, 17, 24, 9, 24, 2],
-            "sampling": (LAWS * 2)[:7],
-            "ignore_eos": i % 2 == 0,
-        }
-        same(engine.generate(prompts, **asked), ample.generate(prompts, **asked))
+    missing_pages(engine, random.Random(len(expected)))
+    for i, out in enumerate(expected):
+        same(generated(engine, i), out)
         engine.check_integrity()
     report = engine.report()
-    assert report.num_free_pages == report.num_pages and not ample.report().preemption["preemptions"]
-    engine.detach(), ample.detach()
+    assert report.num_free_pages == report.num_pages
+    engine.detach()
     return report.preemption["preemptions"]
+
+
+def preempted(model, algo, options, lag=0, prefix_cache=False, **given):
+    """Compare with an engine that preempts nobody; return the number of preemptions."""
+    return compared(model, algo, options, undisturbed(model, algo, options, **given), lag, prefix_cache, **given)
 
 
 @pytest.mark.parametrize(("algo", "shape"), KINDS, ids=str)
 def test_a_preempted_request_goes_on_with_the_same_text(algo, shape):
     keeps = algo not in (MODULES,)
-    assert compared(tiny_model("llama"), algo, shape, prefix_cache=keeps, lag=1) > 3
+    assert preempted(tiny_model("llama"), algo, shape, prefix_cache=keeps, lag=1) > 3
 
 
 def test_it_does_so_without_a_prefix_cache_and_in_pages_and_pieces():
     options = {"page_size": 4, "max_prefill_tokens": 16, "mixed_prefill_tokens": 8}
-    assert compared(tiny_model("llama"), "eagle3", TREE, **options) > 3
+    assert preempted(tiny_model("llama"), "eagle3", TREE, **options) > 3
 
 
 def test_it_does_so_with_states_of_recurrent_layers_and_graphs():
-    assert compared(recurrent_model("qwen3_next"), "eagle", CHAIN) > 3
+    assert preempted(recurrent_model("qwen3_next"), "eagle", CHAIN) > 3
     graphs = {"cuda_graph": True, "strict": True, "prefill_graph": "whole", "prefill_buckets": (1, 2, 4, 8, 16, 32, 64)}
-    assert compared(tiny_model("llama"), "eagle", CHAIN, compiler="eager", **graphs) > 3
+    assert preempted(tiny_model("llama"), "eagle", CHAIN, compiler="eager", **graphs) > 3
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("algo", "shape"), KINDS, ids=str)
 def test_a_thousand_of_them(algo, shape):
-    num = sum(
-        compared(tiny_model("llama"), algo, shape, 4, lag, prefix_cache=keeps)
-        for lag in (0, 1)
-        for keeps in ({False, algo != MODULES})
-    )
-    assert num > 100
+    model = tiny_model("llama")
+    expected = undisturbed(model, algo, shape, times=4)
+    settings = itertools.product((0, 1), {False, algo != MODULES})
+    assert sum(compared(model, algo, shape, expected, lag, keeps) for lag, keeps in settings) > 100
 
 
 def test_it_may_go_on_in_another_row_although_nobody_played_a_round_in_between():

@@ -171,23 +171,21 @@ def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state
     num_emitted = (num_context - state.prompt_lens[rows]).unsqueeze(1) + tree.depths  # [bs, D]
     is_early = is_entry.unsqueeze(1) & (num_emitted.unsqueeze(2) < state.untils[rows].unsqueeze(1))
     is_banned = _marked(wide_tokens, is_early, vocab_size)
-    suffix = suffixes(tree, rows, num_context, state.history)
+    suffix = suffixes(tree, is_path, rows, num_context, state.history)
     is_banned |= _bad_words(suffix, tree, rows, num_context, state, vocab_size)
     is_banned |= _repeated_ngrams(suffix, is_path, tree, rows, num_context, state, vocab_size)
     return scores.masked_fill(is_banned, -torch.inf)
 
 
-def suffixes(tree: Tree, rows: Tensor, num_context: Tensor, history: Tensor) -> Tensor:
+def suffixes(tree: Tree, is_path: Tensor, rows: Tensor, num_context: Tensor, history: Tensor) -> Tensor:
     """[bs, D, MAX_CONTEXT] int64: the tokens that a node follows, the nearest first, itself included; -2: none."""
-    current = torch.arange(tree.tokens.shape[1], device=rows.device).expand_as(tree.tokens)
-    found = []
-    for back in range(MAX_CONTEXT):
-        position = num_context.unsqueeze(1) - 1 - (back - tree.depths)
-        old = history[rows.unsqueeze(1), position.clamp(0, history.shape[1] - 1)].long()
-        old = torch.where(position >= 0, old, -2)
-        found.append(torch.where(current > 0, tree.tokens.gather(1, current), old))
-        current = torch.where(current > 0, tree.parents.gather(1, current), 0)
-    return torch.stack(found, 2)
+    back = torch.arange(MAX_CONTEXT + 1, device=rows.device)  # the last column holds what is further above
+    position = (num_context[:, None, None] - 1 + tree.depths.unsqueeze(2)) - back
+    old = history[rows[:, None, None], position.clamp(0, history.shape[1] - 1)].long()
+    above = tree.depths.unsqueeze(2) - tree.depths.unsqueeze(1)
+    above = torch.where(is_path, above.clamp(max=MAX_CONTEXT), MAX_CONTEXT)
+    found = torch.where(position >= 0, old, -2).scatter_(2, above, tree.tokens.unsqueeze(1).expand_as(above))
+    return found[:, :, :MAX_CONTEXT]
 
 
 def _counted(tokens: Tensor, is_counted: Tensor, vocab_size: int) -> Tensor:
@@ -231,15 +229,15 @@ def _repeated_ngrams(
     sizes, history = state.ngram_sizes[rows, None, None], state.history[rows].long()
     ends = torch.arange(history.shape[1], device=rows.device)  # where an old n-gram may end
     in_history = (sizes > 0) & (ends >= sizes - 1) & (ends < num_context[:, None, None])
-    in_history = in_history.expand(-1, suffix.shape[1], -1)
     num_before = (num_context.unsqueeze(1) + tree.depths - 1).unsqueeze(1)  # [bs, 1, D]: tokens before each node
     in_path = is_path & (sizes > 0) & (num_before >= sizes - 1)
+    is_end = torch.cat([in_history.expand(-1, suffix.shape[1], -1), in_path], 2)  # [bs, D, width + D]
     above = suffix.gather(1, tree.parents.unsqueeze(2).expand(-1, -1, MAX_CONTEXT))  # what each node itself follows
-    for back in range(MAX_CONTEXT):
-        is_over = sizes - 1 <= back
-        old = history[:, (ends - 1 - back).clamp(min=0)].unsqueeze(1)
-        in_history = in_history & (is_over | (old == suffix[:, :, back, None]))
-        in_path = in_path & (is_over | (above[:, None, :, back] == suffix[:, :, back, None]))
-    wide = history.unsqueeze(1).expand(-1, suffix.shape[1], -1)
-    drafts = tree.tokens.unsqueeze(1).expand(-1, suffix.shape[1], -1)
-    return _marked(wide, in_history, vocab_size) | _marked(drafts, in_path, vocab_size)
+    padded = torch.nn.functional.pad(history, (MAX_CONTEXT, 0))
+    before = padded.unfold(1, history.shape[1], 1).unbind(1)[-2::-1]  # the history, moved on by 1, 2, ...
+    is_over = (sizes - 1 <= torch.arange(MAX_CONTEXT, device=rows.device)).unsqueeze(3)
+    columns = (above.unbind(2), suffix.unsqueeze(3).unbind(2), is_over.unbind(2))
+    for old, drafts, followed, is_out in zip(before, *columns, strict=True):
+        is_end &= is_out | (torch.cat([old, drafts], 1).unsqueeze(1) == followed)
+    tokens = torch.cat([history, tree.tokens], 1).unsqueeze(1).expand(-1, suffix.shape[1], -1)
+    return _marked(tokens, is_end, vocab_size)
