@@ -57,6 +57,13 @@ class ConfigViews:
         return replaced((own, "config", view) for own, view in self._places)
 
 
+class _Quick:
+    """A base whose subclasses transformers leaves as they are: making a dataclass of each takes milliseconds."""
+
+    def __init_subclass__(cls) -> None:
+        return None
+
+
 def _view(config: Any, implementation: str) -> Any:
     kind = type(config)
     parts = {name: part for name, part in vars(config).items() if hasattr(part, _IMPLEMENTATION)}
@@ -65,7 +72,7 @@ def _view(config: Any, implementation: str) -> Any:
         "_attn_implementation": property(lambda _: implementation, kind._attn_implementation.fset),
         "__reduce_ex__": lambda view, _: (object.__new__, (kind,), vars(view)),  # a copy is no view
     }
-    view: Any = object.__new__(type(kind.__name__, (kind,), changed))
+    view: Any = object.__new__(type(kind.__name__, (_Quick, kind), changed))
     object.__setattr__(view, "__dict__", vars(config))
     return view
 

@@ -19,17 +19,16 @@ class Reach(NamedTuple):
 def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> str | Reach:
     """Return how far back queries see by a mask function of transformers, or a phrase that says what else it is."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    mask_function = _far_out(mask_function)
+    mask_function, keys = _far_out(mask_function), torch.arange(FAR + 1, device=device)
 
     def first_visible(q: int) -> int | str:
-        keys = torch.arange(FAR + 1, device=device)
         try:
             visible = torch.as_tensor(
                 mask_function(zero, zero, torch.tensor(q, device=device), keys), device=device
             ).expand(FAR + 1)
         except Exception as error:
             return f"a mask that cannot be evaluated alone ({type(error).__name__})"
-        count = int(visible.sum())
+        count = int(visible.count_nonzero())
         if not bool(visible[q]) or bool(visible[q + 1 :].any()):
             return "a mask that is not causal"
         return q + 1 - count if bool(visible[q + 1 - count : q + 1].all()) else "a mask with holes"
