@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import specdec
 from specdec import shipped
 from specdec.core.text.prompts import tokenizer_fingerprint
-from specdec.reach.targets.pretrained import _gguf_read_once, load_pretrained, read_tokenizer
+from specdec.reach.targets.gguf_once import gguf_read_once
+from specdec.reach.targets.pretrained import load_pretrained, read_tokenizer
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -194,12 +195,12 @@ def test_two_threads_read_gguf_files_one_after_the_other():
     live, is_inside, may_leave = gguf.GGUFReader, threading.Event(), threading.Event()
 
     def read() -> None:
-        with _gguf_read_once():
+        with gguf_read_once():
             is_inside.set()
             may_leave.wait(10)
 
     thread = threading.Thread(target=read)
-    with _gguf_read_once():
+    with gguf_read_once():
         thread.start()
         assert not is_inside.wait(0.1)
     may_leave.set()

