@@ -412,6 +412,12 @@ def test_hostile_grammars_end_a_process_of_their_own():
     assert trials._idle == [idle]
 
 
+def test_a_file_of_the_caller_is_not_taken_for_a_module_of_python(tmp_path, monkeypatch):
+    (tmp_path / "types.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    trial.Trials("llguidance").check(GRAMMARS["regex"])
+
+
 def test_engines_say_what_they_need(model):
     engine = specdec.attach(model, tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match=r"attach\(\.\.\., grammar='auto'\)"):

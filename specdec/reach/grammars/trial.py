@@ -1,8 +1,8 @@
 """Compiles grammars in a process of its own first: one that takes too long, or breaks the library, ends that process.
 
 Limits of libraries bound most grammars, but not all: intersections of patterns can take hours, and chains of a few
-thousand rules overflow the stack. `python -m specdec.reach.grammars.trial LIBRARY` is such a process: it reads
-grammars, one a line, and answers each with what is wrong, "" if nothing is. It imports neither torch nor transformers.
+thousand rules overflow the stack. Such a process runs `main`: it reads grammars, one a line, and answers each with what
+is wrong, "" if nothing is. It imports neither torch nor transformers.
 """
 
 import json
@@ -61,13 +61,14 @@ class Trials:
             _end(process)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", __name__, self._library]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        # The path is set after Python has started: a types.py beside the caller's script is not Python's own.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+        command, env = [sys.executable, "-c", code, self._library], {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, env=env, **pipes)
         assert process.stdout is not None
         if not process.stdout.readline():  # it says when it is ready: starting takes longer than compiling
-            raise RuntimeError(f"{' '.join(command)} does not start")
+            raise RuntimeError(f"the process that tries grammars does not start: {' '.join(command)}")
         return process
 
 
@@ -106,7 +107,8 @@ def _answer(compile_: Callable[[Grammar], CompiledGrammar]) -> None:
             print(json.dumps(str(error)), flush=True)
 
 
-def _main() -> None:
+def main() -> None:
+    """Serve as the process that tries grammars of the library in `sys.argv[1]`."""
     from specdec.reach.grammars.compiler import open_library
 
     with suppress(ImportError, OSError):  # Linux has both
@@ -121,6 +123,3 @@ def _main() -> None:
     thread = threading.Thread(target=_answer, args=[open_library(sys.argv[1], vocabulary).compile])
     thread.start()
 
-
-if __name__ == "__main__":
-    _main()
