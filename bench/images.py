@@ -156,7 +156,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="7b", choices=sorted(TEXT))
     parser.add_argument("--side", type=int, default=32, help="of the image, in tokens")
     parser.add_argument("--tokens", type=int, default=64, help="of text around it")
-    parser.add_argument("--new-tokens", type=int, default=129)
+    parser.add_argument("--new-tokens", type=int, default=257)
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()
 

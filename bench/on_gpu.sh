@@ -46,10 +46,11 @@ models() { # without transformers' own generate; a first attach takes up to two 
     latency 30b-a3b 170 plain,3:1:4
 }
 
-loaded() { # models as people load them: quantised, with adapters, with images
+loaded() { # models as people load them: quantised, with adapters, with images; MLA's latents at 32k
     timed quantised 230 40 python3 bench/quantised.py --out "$out"
     timed adapters 150 9 python3 bench/adapters.py --out "$out"
-    timed images 100 12 python3 bench/images.py --out "$out"
+    timed images 130 12 python3 bench/images.py --out "$out"
+    timed latents 150 6 python3 bench/latents.py
 }
 
 kernels() {
