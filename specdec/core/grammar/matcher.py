@@ -96,8 +96,9 @@ class Constraint:
         is the same, as long as the path that greedy verification takes was allowed up to there.
         """
         path = [0]
-        while (child := _child(tokens, parents, path[-1], choices[path[-1]])) is not None:
-            path.append(child)
+        for node in range(1, len(tokens)):  # children come after their parents
+            if parents[node] == path[-1] and tokens[node] == choices[path[-1]]:
+                path.append(node)
         chosen = [choices[node] for node in path]
         end = next((i for i, token in enumerate(chosen) if token in self._ends), len(chosen))
         num_allowed = self.matcher.num_allowed(chosen[:end])
@@ -195,12 +196,6 @@ class Constraint:
                 for token in ids:
                     bit = np.int32(np.uint32(1 << token % 32).view(np.int32))
                     mask[token // 32] = mask[token // 32] | bit if is_set else mask[token // 32] & ~bit
-
-
-def _child(tokens: Sequence[int], parents: Sequence[int], node: int, token: int) -> int | None:
-    """Return the child of `node` that holds `token`, if it has one."""
-    following = range(node + 1, len(tokens))
-    return next((i for i in following if tokens[i] == token and parents[i] == node), None)
 
 
 def _children(parents: Sequence[int]) -> list[list[int]]:
