@@ -102,9 +102,10 @@ class MaskFeed:
     def _advise(self, num_steps: int) -> None:
         """Write the guide of the drafts."""
         num = len(self._requests)
-        masks = self._host_first[:num].fill_(-1)  # its last copy is done, as in `fill`
+        masks = self._host_first[:num]  # its last copy is done, as in `fill`
         forced: list[list[int]] = [[] for _ in range(num)]
         found, own = self._constrained(self._requests), masks.numpy()
+        own.fill(-1)  # torch's own would wake threads
         is_late = self._lateness(2)
         for constraint, i in found:
             forced[i] = constraint.forced(num_steps, may_rest=is_late())
@@ -150,7 +151,7 @@ class MaskFeed:
         has_tree = time.perf_counter()
         tokens, parents = self._host_tree[:, : num * num_nodes].view(2, num, num_nodes).tolist()
         flat = self._host_masks  # its last copy is done: a round came after it
-        flat[: self._num_masked].fill_(-1)
+        flat.numpy()[: self._num_masked].fill(-1)
         host = _view(flat, num, num_nodes, self.num_words)
         if choices is None:
             last = self._fill(self._requests, tokens, parents, host)
