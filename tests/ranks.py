@@ -30,7 +30,10 @@ def on_ranks(fn: Callable[..., Any], folder: Path, device: str, *args: Any) -> t
     traceback of a rank that raised.
     """
     context = torch.multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-    context.set_forkserver_preload(["tests.tiny_models", "specdec.api", fn.__module__])  # once for all ranks: seconds
+    tests = {name: vars(module) for name, module in sys.modules.items() if name.startswith("tests.test_")}
+    callers = [name for name, given in tests.items() if given.get("on_ranks") is on_ranks]
+    shared = ["tests.tiny_models", "specdec.api", "torch.export._trace", *callers]  # once for all ranks: seconds
+    context.set_forkserver_preload(shared)
     given = (fn.__module__, fn.__qualname__, str(folder), device, args)
     processes = [context.Process(target=_run, args=(rank, *given)) for rank in range(SIZE)]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"} if device == "cpu" else {}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specdec.backends.triton.sums import BLOCK_BYTES, PushedSum
+from tests.interpreter import make_quick
 from tests.ranks import SIZE, on_ranks
 
 MOST = 16 * BLOCK_BYTES
@@ -24,6 +25,8 @@ def twin(given, dtype):
 
 def play(rank, folder, device, repeats):
     """Sums of all sizes, in an order that changes which place a block is at; the differences from the twin."""
+    if device == "cpu":
+        make_quick()
     num_bytes = PushedSum.num_bytes(SIZE, MOST)
     memories = [
         torch.from_file(str(Path(folder, f"memory{r}")), shared=True, size=num_bytes, dtype=torch.uint8)
