@@ -185,9 +185,9 @@ def test_backends_are_prepared_for_their_layers_before_anything_runs(monkeypatch
     monkeypatch.setattr(TorchBackend, "_prepare", lambda self, metadata: (seen.append("ran"), run(self, metadata))[1])
     model = tiny_model("llama")
     engine = specdec.attach(model, random_head(model), backend="torch")
-    admission = seen.index((1, torch.float32))  # its backend is one of its own
+    admission = seen.index((model.config.num_hidden_layers, torch.float32))  # its backend is one of its own
     engine.generate([[3]], max_new_tokens=1)
-    wanted = [(1, torch.float32), (model.config.num_hidden_layers, torch.float32), "ran"]
+    wanted = [(model.config.num_hidden_layers, torch.float32), (1, torch.float32), "ran"]  # the target's, the draft's
     assert seen[admission : admission + 3] == wanted and seen.count("ran") > admission
 
 
