@@ -22,11 +22,11 @@ OPS = ("linear", "gated_linear", "rms_norm", "add_rms_norm", "rope_tables")
 EXPECTED = {
     "llama": (12, 4, 1, 8, 1),
     "qwen2_windowed": (12, 4, 1, 8, 1),
-    "qwen3": (12, 4, 9, 8, 1),
+    "qwen3": (12, 4, 1, 8, 1),  # norms of heads go to attention, as in Gemma 3
     "gemma2": (12, 4, 9, 8, 1),
-    "gemma3": (12, 4, 17, 8, 2),
+    "gemma3": (12, 4, 9, 8, 2),
     "gpt_oss": (12, 0, 1, 8, 1),
-    "qwen3_moe": (12, 0, 9, 8, 1),
+    "qwen3_moe": (12, 0, 1, 8, 1),
 }
 
 

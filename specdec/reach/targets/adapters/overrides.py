@@ -72,7 +72,8 @@ def _view(config: Any, implementation: str) -> Any:
         "_attn_implementation": property(lambda _: implementation, kind._attn_implementation.fset),
         "__reduce_ex__": lambda view, _: (object.__new__, (kind,), vars(view)),  # a copy is no view
     }
-    view: Any = object.__new__(type(kind.__name__, (_Quick, kind), changed))
+    bases = (kind,) if issubclass(kind, _Quick) else (_Quick, kind)  # views nest
+    view: Any = object.__new__(type(kind.__name__, bases, changed))
     object.__setattr__(view, "__dict__", vars(config))
     return view
 
