@@ -12,6 +12,7 @@ import json
 import time
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdec.api import Engine
 from specdec.backends import AttentionCall, LayerSpec
 from specdec.core.batch import ForwardMode
 from specdec.core.cache.pool import KVPool
+from specdec.tools.measure.results import write_results
 from specdec.tools.measure.shapes import APART, NO_END, made_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,6 +36,9 @@ def main() -> None:
     """One engine a way and draft, or attention alone."""
     args = arguments()
     rows = attention_rows(args.tokens) if args.attention else engine_rows(args)
+    if args.out:
+        name = "latents-attention" if args.attention else "latents"
+        write_results(args.out, name, "glm-4.7-flash", {**vars(args), "out": None}, rows)
     print(json.dumps({"rows": rows}))
 
 
@@ -155,6 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32768, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=65)
     parser.add_argument("--attention", action="store_true")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()
 
 

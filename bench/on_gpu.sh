@@ -50,7 +50,7 @@ loaded() { # models as people load them: quantised, with adapters, with images; 
     timed quantised 230 40 python3 bench/quantised.py --out "$out"
     timed adapters 150 9 python3 bench/adapters.py --out "$out"
     timed images 130 12 python3 bench/images.py --out "$out"
-    timed latents 150 6 python3 bench/latents.py
+    timed latents 150 6 python3 bench/latents.py --out "$out"
 }
 
 kernels() {

@@ -4,7 +4,6 @@
   function, where all of it is replaced already: half of its time. Within a launch once is enough.
 - Of every sum and product of integers it computes a check for overflow, which is read with `debug` only.
 - It makes a table of dtypes for every value, and the shape of every tensor anew.
-- It compares shapes that are one object, size by size, and asks of every argument whether it is a constant or a list.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import threading
 from functools import cache
 from typing import Any
 
-from triton.language import core, semantic
+from triton.language import core
 from triton.runtime import interpreter
 
 
@@ -30,8 +29,6 @@ def make_quick() -> None:
     core.tensor.__init__ = _init_tensor
     core.block_type.with_element_ty = _with_element_ty
     _convert_no_types(builder)
-    _broadcast_what_differs()
-    _look_for_constants_by_type()
 
 
 def _patch_once_a_launch() -> None:
@@ -80,33 +77,6 @@ def _convert_no_types(builder: Any) -> None:
     """Types of the interpreter's are those of the language."""
     live = core.block_type.to_ir
     core.block_type.to_ir = lambda self, other: self if other is builder else live(self, other)
-
-
-def _broadcast_what_differs() -> None:
-    live = semantic.TritonSemantic.broadcast_impl_value
-
-    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        """Return two values of one shape."""
-        left, right = lhs.type, rhs.type
-        is_block = left.is_block()
-        if is_block == right.is_block() and (not is_block or left.shape is right.shape):
-            return lhs, rhs
-        pair: tuple[Any, Any] = live(self, lhs, rhs)
-        return pair
-
-    semantic.TritonSemantic.broadcast_impl_value = broadcast
-
-
-def _look_for_constants_by_type() -> None:
-    live, plain = core._unwrap_if_constexpr, frozenset({core.tensor, core.dtype, int, float, bool, str, type(None)})
-
-    def unwrap(value: Any) -> Any:
-        kind = type(value)
-        if kind in plain:
-            return value
-        return value.value if kind is core.constexpr else live(value)
-
-    core._unwrap_if_constexpr = unwrap
 
 
 @cache

@@ -19,6 +19,7 @@ from tests.test_algorithms import GRAPHS, check_tree
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
 from tests.tiny_models import VOCAB, tiny_model
+from tests.waits import forbid_waits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 7}
@@ -308,17 +309,8 @@ def test_the_doctor_measures_it():
 def test_a_round_never_waits_for_the_host(shape, has_centroids):
     target, draft = pair_of(has_centroids=has_centroids)
     engine = engine_of(target, draft, shape, strict=True)
-    core, play = engine._core, engine._core.launcher.round
-
-    def guarded(requests):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            play(requests)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
     expected = [greedy(target, p, 24) for p in ragged_prompts()]
     engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may wait
-    core.launcher.round = guarded
+    forbid_waits(engine._core.launcher, "round")
     assert engine.generate(ragged_prompts(), max_new_tokens=24).tokens == expected
     assert engine.report().runners["round"]["replays"]

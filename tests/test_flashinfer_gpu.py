@@ -26,6 +26,7 @@ from tests.heads import random_draft
 from tests.test_attach import ragged_prompts
 from tests.test_backends import Setup
 from tests.tiny_models import tiny_model
+from tests.waits import forbid_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -277,17 +278,8 @@ def engine_of(shape, name="flashinfer", **settings):
 @pytest.mark.parametrize("name", ["flashinfer", "triton+flashinfer"])
 def test_engines_replay_everything_and_wait_for_nothing(name, shape, prefill_graph):
     engine = engine_of(shape, name, prefill_graph=prefill_graph, compiler="eager")
-    core, play = engine._core, engine._core.launcher.round
     engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may wait
-
-    def guarded(requests):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            play(requests)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    core.launcher.round = guarded
+    forbid_waits(engine._core.launcher, "round")
     with counted_compiles() as compiled:
         out = engine.generate(ragged_prompts(), max_new_tokens=24)
     assert compiled == []

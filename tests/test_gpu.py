@@ -18,6 +18,7 @@ from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_auto import vary
 from tests.tiny_models import ADMITTED, tiny_model
+from tests.waits import forbid_waits
 
 pytestmark = pytest.mark.gpu
 CONFIGS = (None, {"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})
@@ -59,17 +60,8 @@ def test_a_round_never_waits_for_the_host(config, temperature):
     engine = specdec.attach(model, random_head(model).cuda(), strict=True, **config)
     if config is AUTO:
         vary(engine)
-    core, play = engine._core, engine._core.launcher.round
-
-    def guarded(requests):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            play(requests)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
     engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may wait
-    core.launcher.round = guarded
+    forbid_waits(engine._core.launcher, "round")
     law = specdec.SamplingParams(temperature=temperature)
     engine.generate(ragged_prompts(), max_new_tokens=24, sampling=law)
 

@@ -75,7 +75,7 @@ def test_text_is_that_of_generate(kind, way):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_prompts_that_begin_alike_share_pages_of_latents(backend):
+def test_shared_prefixes_share_pages_of_latents(backend):
     model = latent_model("glm4_moe_lite")
     shared = [[*range(5, 25), 30 + i] for i in range(3)]
     expected = [greedy(model, prompt, 6) for prompt in shared]

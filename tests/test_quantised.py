@@ -95,12 +95,12 @@ def experts(kind, dtype=torch.float32):
     return quantised_models.mxfp4(AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE))
 
 
-def assert_equal_texts(model, texts, expected):
-    """Texts of `ragged_prompts` are equal. On a GPU, whose sums are others, they may part where two tokens tie."""
+def assert_equal_texts(model, texts, expected, may_tie=True):
+    """Texts of `ragged_prompts` are equal; may_tie: on a GPU, whose sums are others, but for near ties."""
     for prompt, text, own in zip(ragged_prompts(), texts, expected, strict=False):
         at = next((i for i, (a, b) in enumerate(zip(text, own, strict=True)) if a != b), None)
         if at is not None:
-            assert DEVICE.type == "cuda", (text, own)
+            assert may_tie and DEVICE.type == "cuda", (text, own)
             logits = model(torch.tensor([prompt + own[:at]], device=DEVICE)).logits[0, -1].float()
             assert logits[own[at]] - logits[text[at]] < 0.05 * logits.std(), (text, own)
 
@@ -129,7 +129,8 @@ def test_text_is_that_of_generate(folder, kind, way):
     if draft is None:
         del settings["num_steps"]
     with specdec.attach(model, draft, max_batch=3, max_seq_len=128, **settings) as engine:
-        assert_equal_texts(model, engine.generate(ragged_prompts(), max_new_tokens=count).tokens, expected)
+        texts = engine.generate(ragged_prompts(), max_new_tokens=count).tokens
+        assert_equal_texts(model, texts, expected, may_tie=kind in ("fp8", "w8a8"))
         engine.check_integrity()
     assert [greedy(model, p, count) for p in ragged_prompts()[:1]] == expected[:1]
 
@@ -160,13 +161,14 @@ def test_layers_are_of_our_ops(folder, kind, by_ops):
         names = ("fp8_linear", "packed_linear", "gated", "quantise", "rms_norm_fp8", "add_rms_norm_fp8")
         assert [by_ops[name] for name in names] == ([16, 0, 4, 8, 1, 7] if kind == "fp8" else [0, 16, 4, 0, 0, 0])
         compiled = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
-        assert_equal_texts(model, compiled, [greedy(model, p, 5) for p in ragged_prompts()[:2]])
+        may_tie = kind == "like nf4"
+        assert_equal_texts(model, compiled, [greedy(model, p, 5) for p in ragged_prompts()[:2]], may_tie)
         layer = model.model.layers[0].mlp.down_proj
         written = {"w4a16": ("weight", "weight_scale"), "fp8": (), "like nf4": ()}.get(kind, ("scales",))
         with torch.no_grad():
             [getattr(layer, name).mul_(-8) for name in written]
         again = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
-        assert_equal_texts(model, again, [greedy(model, p, 5) for p in ragged_prompts()[:2]])
+        assert_equal_texts(model, again, [greedy(model, p, 5) for p in ragged_prompts()[:2]], may_tie)
         assert (again == compiled) == (not written)
 
 

@@ -104,7 +104,7 @@ IN_TEST = {
     "test_latents.py::test_a_layer_that_does_more_than_multiply_expands_by_itself": "-",
     "test_latents.py::test_latents_are_expanded_where_requests_choose_adapters": "-",
     "test_latents.py::test_products_equal_their_twins_and_rows_alone_equal_rows_together": "sizes0-torch.bfloat16",
-    "test_latents.py::test_prompts_that_begin_alike_share_pages_of_latents": "torch",
+    "test_latents.py::test_shared_prefixes_share_pages_of_latents": "torch",
     "test_latents.py::test_text_is_that_of_generate": "glm4_moe_lite-chain",
     "test_layouts.py::test_nextn_of_deepseek_and_glm": "one by one-glm|fused-deepseek",
     "test_layouts.py::test_speculators": "plain|all of",

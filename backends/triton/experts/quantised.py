@@ -14,6 +14,7 @@ from specdec.backends.triton.experts.products import SCANNED, is_scanned, route,
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED
 from specdec.backends.triton.linear.gates import gated
+from specdec.backends.triton.linear.parts import with_diagonal
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import unpacked_mxfp4
 
@@ -53,18 +54,6 @@ def _added(
         fence_copies(packed.shape[0])
         total = dot(unpacked_mxfp4(packed, exponents, UPCAST), x.T, total, UPCAST)
     return total
-
-
-@triton.jit
-def _both(total, other, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the sum of both accumulators [BLOCK_N, BLOCK_M]; PAIRED: they are the diagonal of `total`."""
-    if PAIRED:
-        places = total.reshape([2, BLOCK_N, 2, BLOCK_M])
-        i = tl.arange(0, 2)
-        is_own = i[:, None, None, None] == i[None, None, :, None]
-        return tl.sum(tl.sum(tl.where(is_own, places, 0.0), 2), 0)
-    else:
-        return total + other
 
 
 @triton.jit
@@ -165,7 +154,10 @@ def _quantised_experts_kernel(
                 other = _added(
                     other, rows, of_rows, has_m, weights, of_weights, has_n, of_m + 1, of_n + 1, K, N, FP8, UPCAST
                 )
-        product = _both(total, other, PAIRED, BLOCK_M, BLOCK_N)
+        if PAIRED:
+            product = with_diagonal(tl.zeros([BLOCK_N, BLOCK_M], tl.float32), total, 2)
+        else:
+            product = total + other
         column, place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), first + tl.arange(0, BLOCK_M)
         if HAS_BIAS:
             inside = (column < N) & (expert < E)

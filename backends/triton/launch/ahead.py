@@ -92,14 +92,14 @@ class _Zeros(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == PACKAGE and func not in comm.FAKES:
-            is_cuda = any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves((args, kwargs)))
-            with self:  # which is off while it handles a call
-                return RUN[func.overloadpacket.__name__][is_cuda](*args, **kwargs)
         if func in EMPTY:
             return func(*args, **kwargs).zero_()
         if func in comm.FAKES:
             return comm.FAKES[func](*args, **kwargs).zero_()
+        if func.namespace == PACKAGE:
+            is_cuda = any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves((args, kwargs)))
+            with self:  # which is off while it handles a call
+                return RUN[func.overloadpacket.__name__][is_cuda](*args, **kwargs)
         if not any(argument.name in INDICES for argument in func._schema.arguments):
             return func(*args, **kwargs)
         if func._schema.is_mutable:

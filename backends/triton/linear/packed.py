@@ -10,14 +10,11 @@ import torch
 from specdec.backends.triton.linear.parts import Tile, Tiles
 from specdec.backends.triton.linear.quantised import launch
 
-FEW, SOME, MANY = Tile(8, 16, 4, 4, 4), Tile(64, 64, 1, 4, 4), Tile(128, 128, 1, 8, 3)
+FEW, SOME, MANY, GATED = Tile(8, 16, 4, 4, 4), Tile(64, 64, 1, 4, 4), Tile(128, 128, 1, 8, 3), Tile(128, 64, 1, 8, 3)
 TILES = Tiles(
     narrow=(FEW, Tile(16, 32, 2, 4, 6), Tile(32, 32, 2, 4, 4), Tile(64, 32, 2, 4, 5), SOME, MANY),
     wide=(FEW, Tile(16, 32, 2, 4, 6), Tile(32, 32, 2, 4, 4), Tile(64, 64, 1, 4, 5), SOME, MANY),
-    gated=(
-        *(FEW, Tile(16, 32, 2, 4, 6), Tile(32, 64, 1, 4, 5), Tile(64, 64, 1, 4, 5)),
-        *(Tile(128, 64, 1, 8, 3), Tile(128, 64, 1, 8, 3)),
-    ),
+    gated=(FEW, Tile(16, 32, 2, 4, 6), Tile(32, 64, 1, 4, 5), Tile(64, 64, 1, 4, 5), GATED, GATED),
     row_bytes=256,
     column_bytes=72,
 )

@@ -2,8 +2,9 @@
 summed in quarters, blocks of 128 features in order in each, which are added in their order at the end. So the bits of a
 row depend on neither the tile nor the other rows.
 
-For few rows, one product on tensor cores has two or all four quarters (`pack`): its first operand has the columns once
-for each of them, its second operand the rows; the diagonal counts. Programs are shorter by that, and as many more.
+For few rows, one product on tensor cores has two or all four quarters (`pack`): both operands, rows and columns, are
+repeated once for each of them, and of the product only the blocks on the diagonal count. So there are more programs,
+each of fewer columns and a shorter loop.
 """
 
 from collections.abc import Sequence
@@ -62,20 +63,20 @@ def part_of(block, n0, n1, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def with_quarters(total, sums, PACK: tl.constexpr):
-    """Return `total` [A, B] and the next PACK quarters, the diagonal of sums [PACK * A, PACK * B], added in order."""
+def with_diagonal(total, sums, PACK: tl.constexpr):
+    """Return `total` [A, B] and the PACK blocks on the diagonal of sums [PACK * A, PACK * B], added in order."""
     if PACK == 1:
         total += sums
     else:
         places = sums.reshape([PACK, total.shape[0], PACK, total.shape[1]])
         i = tl.arange(0, PACK)
         is_own = i[:, None, None, None] == i[None, None, :, None]
-        quarters = tl.sum(tl.where(is_own, places, 0.0), 2).permute(1, 2, 0)
+        blocks = tl.sum(tl.where(is_own, places, 0.0), 2).permute(1, 2, 0)
         if PACK == 2:
-            first, second = tl.split(quarters)
+            first, second = tl.split(blocks)
             total = total + first + second
         else:
-            even, odd = tl.split(quarters.reshape([total.shape[0], total.shape[1], 2, 2]))
+            even, odd = tl.split(blocks.reshape([total.shape[0], total.shape[1], 2, 2]))
             first, third = tl.split(even)
             second, fourth = tl.split(odd)
             total = total + first + second + third + fourth

@@ -15,7 +15,7 @@ from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import Tiles, filled, finished, part_of, picked, with_quarters
+from specdec.backends.triton.linear.parts import Tiles, filled, finished, part_of, picked, with_diagonal
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import weights_of_words
 
@@ -114,9 +114,9 @@ def _quantised_kernel(
                 sums = _packed_added(sums, block, weight + w, scales + n, of_block, size, has_n, GROUP, UPCAST)
                 if ACTIVATION != "":
                     up_sums = _packed_added(up_sums, block, w1 + w, s1 + n, of_block, size, has_n, GROUP, UPCAST)
-        total = with_quarters(total, sums, PACK)
+        total = with_diagonal(total, sums, PACK)
         if ACTIVATION != "":
-            up = with_quarters(up, up_sums, PACK)
+            up = with_diagonal(up, up_sums, PACK)
     if GROUP == 0:
         total, up = total.T, up.T
     n, m = number * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -14,7 +14,6 @@ from torch import nn
 from specdec.backends.op import forward_context
 from specdec.core.batch import ForwardMode
 from specdec.core.draft.drafting import SteppingWorker
-from specdec.core.draft.eagle import Compiled
 from specdec.core.draft.worker import Draft, DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.core.functional.verify import VerifyOutput
 
@@ -65,7 +64,6 @@ class AssistantWorker(SteppingWorker):
         self.assistant, self.module, self.target = assistant, assistant.model, parts.target
         self.aux_layers = assistant.aux_layers
         self.hidden_size = size
-        self.compiled: list[Compiled] = []  # what replaces `run_live`, if anything
         self.features = torch.zeros(parts.config.num_rows, size, dtype=assistant.dtype, device=device)
 
     def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor:
@@ -109,23 +107,14 @@ class AssistantWorker(SteppingWorker):
         module: int = 0,
     ) -> torch.Tensor:
         assert hidden is not None, "an assistant reads states"
-        for compiled in self.compiled:
-            return compiled(ids.contiguous(), positions, hidden.contiguous())[0]
+        if "step" in self.compiled:
+            return self.compiled["step"](ids.contiguous(), positions, hidden.contiguous())[0]
         with self.assistant.routed():
             return self.run_live(ids, positions, hidden)[0]
 
     def run_live(self, ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor]:
         """Run `run` by the live modules; needs `Assistant.routed`. This is what gets traced."""
         return (self.assistant.step(self.target.embed_tokens(ids), states, positions),)
-
-    def drop_compiled(self) -> None:
-        """Switch back to the live modules; every weight has a storage of its own again."""
-        for compiled in self.compiled:
-            compiled.release()
-        self.compiled.clear()
-
-    def close(self) -> None:
-        self.drop_compiled()
 
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         return self.assistant.head(states) if self.narrow is None else self.narrow(states)

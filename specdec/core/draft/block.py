@@ -15,7 +15,6 @@ from specdec.backends.op import attention, forward_context, store
 from specdec.backends.rope import Rope
 from specdec.core.batch import ForwardMode
 from specdec.core.config import EngineConfig, num_words
-from specdec.core.draft.eagle import Compiled
 from specdec.core.draft.head import BlockDraftHead
 from specdec.core.draft.model import DraftModelWorker
 from specdec.core.draft.worker import Draft, DraftParts, RoundBatch
@@ -36,7 +35,6 @@ class BlockWorker(DraftModelWorker):
         self.first = 0 if head.predicts_next else 1  # the row of the first draft
         device = head.weight.device
         self.rope_tables = torch.stack(head.rope(torch.arange(self.config.table_width, device=device)), 1)
-        self.compiled: dict[str, Compiled] = {}  # "block", "keys_values"
         most, steps = head.block_size - self.first, self.config.num_steps
         if steps > most:
             raise ValueError(
@@ -70,15 +68,6 @@ class BlockWorker(DraftModelWorker):
             if batch.shape.topk == 1
             else self._draft_tree(batch, states, logits)
         )
-
-    def drop_compiled(self) -> None:
-        """Switch back to the live modules; every weight has a storage of its own again."""
-        for traced in self.compiled.values():
-            traced.release()
-        self.compiled.clear()
-
-    def close(self) -> None:
-        self.drop_compiled()
 
     def states(self, batch: RoundBatch) -> torch.Tensor:
         """Run the block: normed states [bs, S, h_d] of the rows that predict the next S tokens."""

@@ -4,7 +4,7 @@ Position p of the draft sees (embedding of token p+1, feature of position p): ar
 2412.19437. What the heads do with them is theirs; what they read says `AlgoSpec`.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,18 +14,6 @@ from specdec.core.batch import ForwardMode
 from specdec.core.draft.drafting import SteppingWorker
 from specdec.core.draft.head import RecyclingHead
 from specdec.core.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
-
-
-class Compiled(Protocol):
-    """A traced part of a head."""
-
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Do what the live method does that was traced."""
-        ...
-
-    def release(self) -> None:
-        """Give joined weights their own storage again."""
-        ...
 
 
 class HeadWorker(SteppingWorker):
@@ -49,8 +37,6 @@ class HeadWorker(SteppingWorker):
         self.hidden_size = head.hidden_size
         self.num_modules = head.num_modules
         every_position = torch.arange(config.table_width, device=weight.device)
-        self.compiled: dict[int, Compiled] = {}  # by module
-        self.compiled_norms: dict[int, Compiled] = {}  # of those whose norm before the output head stands apart
         self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, R]: cos, sin
 
     def run(
@@ -73,16 +59,6 @@ class HeadWorker(SteppingWorker):
         rope = Rope(*self.rope_tables[positions].unbind(1))
         return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
 
-    def drop_compiled(self) -> None:
-        """Switch back to the live modules; every weight has a storage of its own again."""
-        for traced in (*self.compiled.values(), *self.compiled_norms.values()):
-            traced.release()
-        self.compiled.clear()
-        self.compiled_norms.clear()
-
-    def close(self) -> None:
-        self.drop_compiled()
-
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
     ) -> torch.Tensor:
@@ -90,8 +66,8 @@ class HeadWorker(SteppingWorker):
         return super().prefill_layers(ids.clamp(min=0), positions, features, module)
 
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
-        if module in self.compiled_norms:
-            (normed,) = self.compiled_norms[module](states.contiguous())
+        if ("norm", module) in self.compiled:
+            (normed,) = self.compiled["norm", module](states.contiguous())
         else:
             normed = self.head.normed(states, module)
         return self.narrow(normed) if self.narrow is not None else self.head.project(normed, self.target.head)

@@ -4,7 +4,7 @@ The model has a KV pool of its own under the target's slot numbers.
 """
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,10 +16,23 @@ from specdec.core.functional.tree import Tree
 MAX_MERGED_NGRAM = 16  # tokens of a match; the longer it is, the likelier what followed it follows again
 
 
+class Compiled(Protocol):
+    """A traced part of a draft."""
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Do what the live method does that was traced."""
+        ...
+
+    def release(self) -> None:
+        """Give joined weights their own storage again."""
+        ...
+
+
 class DraftModelWorker(DraftWorker):
     """Drafts with a model that scores the target tokens `hot_ids` [dv] int64, or those of a narrow head.
 
-    ahead: tokens that the draft has seen more than the target before a round: the root, or none.
+    ahead: tokens that the draft has seen more than the target before a round: the root, or none. compiled: traced parts
+    that replace live ones, by names of the worker's own.
     """
 
     context: ForwardContext
@@ -43,6 +56,16 @@ class DraftModelWorker(DraftWorker):
         self.draws_chains = config.sample_drafts
         self.context = parts.context
         self.reads_history = config.lookup
+        self.compiled: dict[object, Compiled] = {}
+
+    def drop_compiled(self) -> None:
+        """Switch back to the live modules; every weight has a storage of its own again."""
+        for traced in self.compiled.values():
+            traced.release()
+        self.compiled.clear()
+
+    def close(self) -> None:
+        self.drop_compiled()
 
     @abstractmethod
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:

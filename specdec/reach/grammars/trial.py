@@ -62,13 +62,13 @@ class Trials:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         # The path is set after Python has started: a types.py beside the caller's script is not Python's own.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+        code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from {__name__} import main; main()"
         command, env = [sys.executable, "-c", code, self._library], {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, env=env, **pipes)
         assert process.stdout is not None
         if not process.stdout.readline():  # it says when it is ready: starting takes longer than compiling
-            raise RuntimeError(f"the process that tries grammars does not start: {' '.join(command)}")
+            raise RuntimeError(f"{sys.executable} starts no process that tries grammars of {self._library}")
         return process
 
 

@@ -17,11 +17,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import LayerSpec, attention
 from specdec.core.errors import AttachError
-from specdec.reach.checkpoints.fitting import warn_of_weights
 from specdec.reach.targets.adapters.overrides import ConfigViews, evaluating
 from specdec.reach.targets.admission.placement import placement_reasons
 from specdec.reach.targets.hf import HFTarget
-from specdec.reach.targets.pretrained import load_draft
+from specdec.reach.targets.pretrained import open_draft_model
 from specdec.reach.targets.shape import LAST, TargetShape
 from specdec.reach.targets.standalone import check_vocabulary
 
@@ -48,14 +47,10 @@ def load_assistant(draft: str | Path | nn.Module, target: HFTarget, tokenizer: A
     tokenizer: the target's, if known; it is compared with the draft's own. ValueError says what does not match,
     AttachError why the model cannot be run.
     """
-    if isinstance(draft, nn.Module):
-        model, own = draft, None
-    else:
-        model, own = load_draft(draft, dtype=target.dtype, device=target.device)
+    model, own = open_draft_model(draft, dtype=target.dtype, device=target.device)
     if not is_assistant(model):
         raise ValueError(f"draft is a {type(model).__name__}: expected an assistant, as Gemma 4 has them")
     check_vocabulary(model, target, own, tokenizer)
-    warn_of_weights(model, type(draft).__name__ if isinstance(draft, nn.Module) else str(draft))
     return Assistant(model, target)
 
 

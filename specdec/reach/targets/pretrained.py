@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import cached_file
 
 from specdec.core.errors import CheckpointError
+from specdec.reach.checkpoints.fitting import warn_of_weights
 from specdec.reach.checkpoints.folders import (
     INDEX,
     LEGACY_WEIGHTS,
@@ -105,6 +107,18 @@ def _as_target_error(name: str | Path) -> Iterator[None]:
             f"target {str(name)!r} cannot be loaded: expected 'bundled', a folder with a causal LM and its tokenizer, "
             f"a .gguf file, or a Hub id that can be reached or is cached; transformers says: {said}"
         ) from error
+
+
+def open_draft_model(
+    draft: str | Path | nn.Module, *, dtype: torch.dtype, device: str | torch.device
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """Return a live draft as it is, without a tokenizer, or `load_draft` it; warn of weights that cannot draft."""
+    if isinstance(draft, nn.Module):
+        warn_of_weights(draft, type(draft).__name__)
+        return draft, None
+    model, own = load_draft(draft, dtype=dtype, device=device)
+    warn_of_weights(model, str(draft))
+    return model, own
 
 
 def load_draft(

@@ -9,10 +9,9 @@ from transformers import PreTrainedModel
 
 from specdec.core.errors import AttachError, CheckpointError
 from specdec.core.text.prompts import tokenizer_fingerprint
-from specdec.reach.checkpoints.fitting import warn_of_weights
 from specdec.reach.checkpoints.folders import local_path, read_json
 from specdec.reach.targets.hf import HFTarget
-from specdec.reach.targets.pretrained import load_draft
+from specdec.reach.targets.pretrained import open_draft_model
 
 NOTE = "specdec.json"  # beside an exported draft without a tokenizer: `tokenizer_sha256` of the target's
 LOADED = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})  # of a config: they may differ
@@ -24,15 +23,11 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
     tokenizer: the target's, if known; it is compared with the draft's own. ValueError says what does not match,
     AttachError why the model cannot be run.
     """
-    if isinstance(draft, nn.Module):
-        model, own = draft, None
-    else:
-        model, own = load_draft(draft, dtype=target.dtype, device=target.device)
+    model, own = open_draft_model(draft, dtype=target.dtype, device=target.device)
     if model is target.model:
         raise ValueError("the draft is the target itself: it would propose what it then verifies; give a smaller model")
     assert isinstance(model, PreTrainedModel)
     _warn_if_same(model, target.model)
-    warn_of_weights(model, type(draft).__name__ if isinstance(draft, nn.Module) else str(draft))
     check_vocabulary(model, target, own, tokenizer)
     if own is None and tokenizer is not None and not isinstance(draft, nn.Module):
         _check_note(draft, tokenizer)

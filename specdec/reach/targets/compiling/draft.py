@@ -60,7 +60,7 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> list["Traced"]:
         for module in range(worker.num_modules):
             worker.compiled[module] = traced(partial(worker.run_live, module=module), inputs, num_layers)
             if not (head.recycles_normed or isinstance(head.out_norm(module), nn.Identity)):
-                worker.compiled_norms[module] = traced(partial(head.normed, module=module), inputs[2:], 0)
+                worker.compiled["norm", module] = traced(partial(head.normed, module=module), inputs[2:], 0)
         undo.pop_all()
     return done
 
@@ -92,7 +92,7 @@ def _compile_assistant(worker: AssistantWorker, config: EngineConfig) -> list["T
         largest=config.max_batch * config.topk,
     )
     traced = trace_checked(subject, config, device)
-    worker.compiled.append(traced)
+    worker.compiled["step"] = traced
     return [traced]
 
 
