@@ -12,7 +12,7 @@ from specdec.core.cache.prefix import KeptStates
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
 from tests.test_attach import greedy
-from tests.test_pages import CHAIN, TREE, compared
+from tests.test_pages import CHAIN, TREE, preempted
 from tests.tiny_models import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,7 +107,7 @@ def test_the_least_recently_used_goes_first_and_those_of_freed_pages_go():
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "algo", "shape"), [("qwen3_5", "eagle", CHAIN), ("mamba2", None, {})], ids=str)
 def test_preempted_requests_and_few_pages(name, algo, shape):
-    assert compared(recurrent_model(name), algo, shape, times=3, lag=1, prefix_cache=True) > 10
+    assert preempted(recurrent_model(name), algo, shape, times=3, lag=1, prefix_cache=True) > 10
 
 
 @pytest.mark.matrix

@@ -95,9 +95,10 @@ def compared(model, algo, options, expected, lag=0, prefix_cache=False, **given)
     return report.preemption["preemptions"]
 
 
-def preempted(model, algo, options, lag=0, prefix_cache=False, **given):
+def preempted(model, algo, options, lag=0, prefix_cache=False, times=1, **given):
     """Compare with an engine that preempts nobody; return the number of preemptions."""
-    return compared(model, algo, options, undisturbed(model, algo, options, **given), lag, prefix_cache, **given)
+    expected = undisturbed(model, algo, options, times, **given)
+    return compared(model, algo, options, expected, lag, prefix_cache, **given)
 
 
 @pytest.mark.parametrize(("algo", "shape"), KINDS, ids=str)
