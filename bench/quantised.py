@@ -1,9 +1,10 @@
 """Times quantised models of random weights: `PYTHONPATH=. python bench/quantised.py --out DIR`.
 
 Rows are plain steps and rounds of S=3 with imposed acceptance, through `generate`: ms of a launch without the first
-token, the median of three calls. bf16; FP8 blocks in transformers' own modules, whose kernel from the Hub arithmetic in
-torch stands in for; int4 groups of 128 in modules with gptqmodel's tensors, of which `own` rows run their own forward,
-which is in torch; NF4 in modules with bitsandbytes' tensors; MXFP4 experts of GPT-OSS-20B's shape in transformers'
+token, the median of three calls; `own` rows run the modules' own forward. bf16; FP8 blocks in transformers' own modules,
+whose kernel from the Hub arithmetic in torch stands in for; FP8 by channel in transformers' modules for
+compressed-tensors, whose own forward is `scaled_mm`; int4 groups of 128 in modules with gptqmodel's tensors and a
+forward in torch; NF4 in modules with bitsandbytes' tensors; MXFP4 experts of GPT-OSS-20B's shape in transformers'
 modules. First, kernels are compared with their twins on a layer's shapes, rows alone with rows together, and timed;
 with `--tiles` each product by several tiles. The last line is one JSON object.
 """
@@ -35,12 +36,13 @@ from specdec.tools.measure.shapes import acceptance_rates, make_head, make_targe
 from tests import quantised_models
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FLOORS = {"bf16": 3.54, "fp8": 1.89, "int4": 1.10, "nf4": 1.12, "mxfp4": 0.87}  # ms: bytes of weights over 4.24 TB/s
+FLOORS = {"bf16": 3.54, "fp8": 1.89, "channels": 1.89, "int4": 1.10, "nf4": 1.12, "mxfp4": 0.87}  # ms: bytes of weights over 4.24 TB/s
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "3:1:4": {"num_steps": 3, "synthetic_acceptance": acceptance_rates(3)},
 }
-MAKE = {"fp8": quantised_models.fp8, "int4": quantised_models.gptq, "nf4": quantised_models.nf4}
+MAKE = {"fp8": quantised_models.fp8, "channels": quantised_models.channels, "int4": quantised_models.gptq, "nf4": quantised_models.nf4}
+FP8 = ("fp8", "channels")
 GPT_OSS = "gpt-oss-20b"
 PRODUCTS = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336))}
 PRODUCTS |= {"down": (14336, (4096,))}
@@ -79,7 +81,7 @@ def timed(args: argparse.Namespace, form: str) -> Iterator[dict[str, Any]]:
     gc.collect()
     prompts = torch.randint(5, model.config.vocab_size - 5, (32, args.tokens)).tolist()
     own = "specdec.reach.targets.adapters.quantised.has_kernels"
-    ways = [("ours", draft) for draft in DRAFTS] + [("own", "plain")] * (form == "int4")
+    ways = [("ours", draft) for draft in DRAFTS] + [("own", "plain")] * (form in ("channels", "int4"))
     for how, draft in ways:
         head = make_head(shape, model) if DRAFTS[draft] else None
         limits = {"max_batch": 32, "max_seq_len": args.tokens + args.new_tokens + 64, "graph_sampling": "greedy"}
@@ -112,8 +114,10 @@ def launch_ms(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tupl
 
 def weights(form: str, K: int, sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return random weights of a product, and their scales."""
-    if form == "fp8":
+    if form in FP8:
         made = [torch.randn(N, K, device=DEVICE).to(torch.float8_e4m3fn) for N in sizes]
+        if form == "channels":
+            return made, [torch.rand(N, device=DEVICE) * 0.01 for N in sizes]
         return made, [torch.rand(-(-N // 128), K // 128, device=DEVICE) * 0.01 for N in sizes]
     words = [torch.randint(-(2**31), 2**31, (K // 128, N, 16), device=DEVICE).int() for N in sizes]
     if form == "nf4":
@@ -142,8 +146,8 @@ def experts() -> Iterator[dict[str, Any]]:
 
 def product(form: str, x: torch.Tensor, made: Any, activation: str) -> Any:
     """Return a call of the kernel, with rows quantised before it."""
-    if form == "fp8":
-        quantised, scales = fp8_kernels.quantise(x)
+    if form in FP8:
+        quantised, scales = fp8_kernels.quantise(x, form == "channels")
         return lambda: fp8_kernels.fp8_linear(quantised, scales, *made, [], torch.bfloat16, activation)
     return lambda: packed_kernels.packed_linear(x, *made, [], activation)
 
@@ -155,9 +159,9 @@ def checks() -> Iterator[dict[str, Any]]:
             activation = "silu" if name == "gate_up" else ""
             made = weights(form, K, sizes)
             x = torch.randn(300, K, device=DEVICE).bfloat16()
-            if form == "fp8":
-                rows = fp8.quantise_twin(x)
-                same = all(map(torch.equal, fp8.quantise(x), rows))
+            if form in FP8:
+                rows = fp8.quantise_twin(x, form == "channels")
+                same = all(map(torch.equal, fp8.quantise(x, form == "channels"), rows))
                 yield {"what": "check", "form": form, "product": f"rows of {name}", "off": 0.0, "same_bits": same}
                 theirs = fp8.fp8_linear_twin(*rows, *made, [], x.dtype, activation).float()
             else:
@@ -170,7 +174,7 @@ def checks() -> Iterator[dict[str, Any]]:
 
 def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
     """Yield the microseconds of every product, and its TB/s; with several tiles, or with that which is chosen."""
-    for form, kernels in (("fp8", fp8_kernels), ("int4", packed_kernels), ("nf4", packed_kernels)):
+    for form, kernels in (("fp8", fp8_kernels), ("channels", fp8_kernels), ("int4", packed_kernels), ("nf4", packed_kernels)):
         for name, (K, sizes) in PRODUCTS.items():
             activation = "silu" if name == "gate_up" else ""
             one = weights(form, K, sizes)
@@ -233,7 +237,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
-    parser.add_argument("--forms", default="bf16,fp8,int4,nf4,mxfp4")
+    parser.add_argument("--forms", default="bf16,fp8,channels,int4,nf4,mxfp4")
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=65)
     parser.add_argument("--tiles", action="store_true", help="time products with several tiles, too")

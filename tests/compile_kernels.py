@@ -187,9 +187,10 @@ def compile_quantised(num_rows: int, K: int, dtype: torch.dtype) -> None:
             )
         packed.packed_linear(x, words, [torch.zeros(K // 64, N) for N in sizes], bias, activation)
         weights = [torch.zeros(N, K, dtype=torch.float8_e4m3fn) for N in sizes]
-        scales = [torch.zeros(1, K // 128) for N in sizes]
         if driver.active.get_current_target().arch >= 89:
-            fp8.fp8_linear(*fp8.quantise(x), weights, scales, bias, dtype, activation)
+            for by_channel in (False, True):
+                scales = [torch.zeros(N) if by_channel else torch.zeros(1, K // 128) for N in sizes]
+                fp8.fp8_linear(*fp8.quantise(x, by_channel), weights, scales, bias, dtype, activation)
 
 
 def products_and_norms() -> None:
@@ -217,8 +218,9 @@ def products_and_norms() -> None:
         norms.rms_norm(x, rows[0, : x.shape[-1]], 1e-5, 1.0, True)
         norms.add_rms_norm(x, x, rows[0, : x.shape[-1]], 1e-5, 0.0, False)
     if driver.active.get_current_target().arch >= 89:
-        norms.add_rms_norm_fp8(rows[:, :4096], rows[:, :4096], rows[0, :4096], 1e-5, 0.0, False)
-        norms.rms_norm_fp8(rows[:, :384].half(), rows[0, :384].half(), 1e-5, 0.0, False)
+        for by_row in (False, True):
+            norms.add_rms_norm_fp8(rows[:, :4096], rows[:, :4096], rows[0, :4096], 1e-5, 0.0, False, by_row)
+            norms.rms_norm_fp8(rows[:, :384].half(), rows[0, :384].half(), 1e-5, 0.0, False, by_row)
 
 
 def choices_of_routers() -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations import finegrained_fp8
 from transformers.integrations import mxfp4 as mxfp4_module
+from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FineGrainedFP8, FP8Experts, FP8Linear
 from transformers.integrations.moe import use_experts_implementation
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_packed_tensors, mlp_forward
@@ -35,7 +36,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, *args: A
     """The product of FP8 blocks, rows quantised by themselves. On a GPU by our kernel, whose tensor cores add up fewer
     bits than fp32 has: texts of models that round their rows are compared where one product serves both."""
     linear = fp8_linear if x.is_cuda else fp8_linear_twin
-    return linear(*quantise_twin(x), [weight], [scales], [], x.dtype)
+    return linear(*quantise_twin(x, False), [weight], [scales], [], x.dtype)
 
 
 def batched_matmul(
@@ -43,7 +44,7 @@ def batched_matmul(
 ) -> torch.Tensor:
     """Products of rows, each with its expert's weight; on a GPU by our kernel, as `matmul`."""
     grouped = grouped_fp8 if x.is_cuda else grouped_fp8_twin
-    return grouped(*quantise_twin(x), expert_ids.unsqueeze(1), weight, scales, x.dtype)
+    return grouped(*quantise_twin(x, False), expert_ids.unsqueeze(1), weight, scales, x.dtype)
 
 
 def grouped_matmul(
@@ -77,6 +78,19 @@ def fp8(linear: nn.Linear) -> nn.Module:
     scales = (padded.abs().amax((1, 3)) / 448).clamp(min=1e-12)
     values = (padded / scales[:, None, :, None]).view(-1, K)[:N].to(torch.float8_e4m3fn)
     layer.weight, layer.weight_scale_inv = (nn.Parameter(t, requires_grad=False) for t in (values, scales))
+    layer.bias = linear.bias
+    return layer
+
+
+@torch.no_grad()
+def channels(linear: nn.Linear) -> nn.Module:
+    """Return `linear` with a scale per output feature, as transformers loads FP8 of compressed-tensors with
+    `use_optimized_inference=True`."""
+    with torch.device("meta"):
+        layer = CompressedTensorsFP8Linear(linear.in_features, linear.out_features, linear.bias is not None)
+    scales = linear.weight.float().abs().amax(1) / 448
+    values = (linear.weight.float() / scales[:, None]).to(torch.float8_e4m3fn)
+    layer.weight, layer.weight_scale = (nn.Parameter(t, requires_grad=False) for t in (values, scales[None]))
     layer.bias = linear.bias
     return layer
 

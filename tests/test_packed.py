@@ -81,12 +81,17 @@ def blocks(N, K, seed=0):
     return weight, random(-(-N // 128), K // 128, dtype=torch.float32, seed=seed).abs() + 0.1
 
 
+def channels(N, K, seed=0):
+    return blocks(N, K, seed)[0], random(N, dtype=torch.float32, seed=seed).abs() + 0.1
+
+
+@pytest.mark.parametrize("of", [blocks, channels])
 @pytest.mark.parametrize(("num_rows", "K", "activation"), [(1, 384, ""), (20, 256, "silu"), (130, 256, "")])
-def test_fp8_products_equal_their_twin(num_rows, K, activation):
+def test_fp8_products_equal_their_twin(num_rows, K, activation, of):
     sizes = (144, 144) if activation else (144, 16, 256)
-    weights, scales = zip(*(blocks(N, K, N + i) for i, N in enumerate(sizes)), strict=True)
+    weights, scales = zip(*(of(N, K, N + i) for i, N in enumerate(sizes)), strict=True)
     bias = [random(N) for N in sizes]
-    x, row_scales = fp8.quantise_twin(random(num_rows, K))
+    x, row_scales = fp8.quantise_twin(random(num_rows, K), of is channels)
     for added in ([], bias):
         args = (weights, scales, added, torch.bfloat16, activation)
         close(fp8_kernels.fp8_linear(x, row_scales, *args), fp8.fp8_linear_twin(x, row_scales, *args), BITS)
@@ -94,29 +99,32 @@ def test_fp8_products_equal_their_twin(num_rows, K, activation):
     assert ours[-1:].equal(fp8_kernels.fp8_linear(x[-1:], row_scales[-1:], *args))
 
 
-def test_rows_are_quantised_as_their_twin_does():
+@pytest.mark.parametrize("by_row", [False, True])
+def test_rows_are_quantised_as_their_twin_does(by_row):
     x = random(3, 2304)
     x[1] = 0
-    (ours, scales), (theirs, twins) = fp8_kernels.quantise(x), fp8.quantise_twin(x)
+    (ours, scales), (theirs, twins) = fp8_kernels.quantise(x, by_row), fp8.quantise_twin(x, by_row)
     assert scales.equal(twins) and not ours[1].float().any()
     num_equal = (ours.float() == theirs.float()).sum().item()
     assert num_equal >= (0.98 if DEVICE.type == "cpu" else 1) * x.numel()  # the interpreter rounds some wrongly
 
 
-def test_norms_quantise_what_they_give():
+@pytest.mark.parametrize("by_row", [False, True])
+def test_norms_quantise_what_they_give(by_row):
     x, y, weight = random(5, 384), random(5, 384, seed=1), random(384, seed=2)
     settings = weight, 1e-3, 0.0, False
     normed, total = norms.add_rms_norm(x, y, *settings)
-    values, scales = fp8_kernels.quantise(normed)
-    ours = norms.add_rms_norm_fp8(x, y, *settings)
+    values, scales = fp8_kernels.quantise(normed, by_row)
+    ours = norms.add_rms_norm_fp8(x, y, *settings, by_row)
     assert ours[0].float().equal(values.float()) and ours[1].equal(scales) and ours[2].equal(total)
-    again = norms.rms_norm_fp8(total[:2], *settings)
+    again = norms.rms_norm_fp8(total[:2], *settings, by_row)
     assert again[0].float().equal(values[:2].float()) and again[1].equal(scales[:2])
 
 
-def test_ops_gate_and_take_any_shape():
-    weight, scale = blocks(32, 128)
-    x, row_scales = fp8.quantise(random(2, 3, 128))
+@pytest.mark.parametrize("of", [blocks, channels])
+def test_ops_gate_and_take_any_shape(of):
+    weight, scale = of(32, 256)
+    x, row_scales = fp8.quantise(random(2, 3, 256), of is channels)
     joined = fp8.fp8_linear(x, row_scales, [weight, weight], [scale, scale], [], torch.bfloat16)
     gated = fp8.fp8_linear(x, row_scales, [weight, weight], [scale, scale], [], torch.bfloat16, "silu")
     assert joined.shape == (2, 3, 64) and gate_twin(joined, "silu").equal(gated)
@@ -152,7 +160,7 @@ def test_products_with_experts_in_mxfp4_equal_their_twin(num_tokens, activation)
 @pytest.mark.parametrize(("num_tokens", "activation"), [(3, ""), (150, "silu")])
 def test_products_with_experts_in_fp8_equal_their_twin(num_tokens, activation):
     weight, scales = map(torch.stack, zip(*(blocks(160, 384, seed) for seed in range(4)), strict=True))
-    x, row_scales = fp8.quantise_twin(random(num_tokens, 384))
+    x, row_scales = fp8.quantise_twin(random(num_tokens, 384), False)
     ids = torch.arange(2 * num_tokens, device=DEVICE).view(-1, 2) % 5
     args = weight, scales, torch.bfloat16, activation
     ours = grouped(x, row_scales, ids, weight, scales, None, *args[2:])

@@ -1,7 +1,8 @@
-"""`specdec::quantise` and `specdec::fp8_linear`: products of FP8 with scales by block, W8A8 as fine-grained FP8 has it.
+"""`specdec::quantise` and `specdec::fp8_linear`: products of FP8 with FP8 (W8A8), with scales by block or by channel.
 
-Rows are quantised by themselves, 128 features at a time, as the modules of transformers do; weights have a scale per
-block of 128 x 128. Both are the model's own tensors. A row's bits depend on that row alone.
+By block, as fine-grained FP8 has it: rows are quantised 128 features at a time, weights have a scale per block of 128 x
+128. By channel, as compressed-tensors has it: a row has one scale, and so has each of its products. Weights and their
+scales are the model's own tensors. A row's bits depend on that row alone.
 """
 
 from collections.abc import Sequence
@@ -17,24 +18,24 @@ DTYPE = torch.float8_e4m3fn
 LARGEST, LEAST = 448.0, 1e-12  # of DTYPE, and of a scale
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [..., K] in FP8 (e4m3) and the scales [..., K / 128] float32 that were taken out: the largest of 128
-    features is 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
-    return torch.ops.specdec.quantise.default(x)
+    features is 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). by_row: the largest of a row is, scales [..., 1]."""
+    return torch.ops.specdec.quantise.default(x, by_row)
 
 
 def rms_norm_fp8(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `quantise` of `linear.rms_norm`, in one launch."""
-    return torch.ops.specdec.rms_norm_fp8.default(x, weight, eps, offset, is_late)
+    return torch.ops.specdec.rms_norm_fp8.default(x, weight, eps, offset, is_late, by_row)
 
 
 def add_rms_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `quantise` of the norm of `linear.add_rms_norm`, and the total, in one launch."""
-    return torch.ops.specdec.add_rms_norm_fp8.default(x, residual, weight, eps, offset, is_late)
+    return torch.ops.specdec.add_rms_norm_fp8.default(x, residual, weight, eps, offset, is_late, by_row)
 
 
 def fp8_linear(
@@ -48,15 +49,17 @@ def fp8_linear(
 ) -> torch.Tensor:
     """Return x @ W.T [..., sum of N] of `dtype` for up to three weights, one after another, plus bias, rounded twice.
 
-    x, row_scales: from `quantise`. weights: [N, K] FP8 (e4m3), dense, scales [N / 128, K / 128] float32, rounded up; K
-    a multiple of 128, N of 16. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
+    x, row_scales: from `quantise`. weights: [N, K] FP8 (e4m3), dense; K a multiple of 128, N of 16. scales: of each,
+    float32: [N / 128, K / 128], rounded up, or [N] for rows that are quantised `by_row`. bias: [N] each, or none at
+    all. activation: of `linear.gated_linear`, for two weights.
     """
     return torch.ops.specdec.fp8_linear.default(x, row_scales, weights, scales, bias, dtype, activation)
 
 
-def quantise_twin(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_twin(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See `quantise`."""
-    blocks, largest = x.float().unflatten(-1, (-1, BLOCK)), torch.full((), LARGEST, device=x.device)
+    blocks = x.float().unflatten(-1, (-1, x.shape[-1] if by_row else BLOCK))
+    largest = torch.full((), LARGEST, device=x.device)
     scales = (blocks.abs().amax(-1) / largest).clamp(min=LEAST)  # by a number, CUDA multiplies by its reciprocal
     return (blocks / scales.unsqueeze(-1)).flatten(-2).to(DTYPE), scales
 
@@ -71,50 +74,52 @@ def fp8_linear_twin(
     activation: str = "",
 ) -> torch.Tensor:
     """See `fp8_linear`."""
-    rows = x.float() * row_scales.repeat_interleave(BLOCK, -1)
+    rows = x.float() * row_scales.repeat_interleave(x.shape[-1] // row_scales.shape[-1], -1)
     parts = [(rows @ dequantised(w, s).T).to(dtype) for w, s in zip(weights, scales, strict=True)]
     return joined_twin(parts, bias, activation)
 
 
 def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return weight [N, K] times its scales [N / 128, K / 128], in fp32."""
+    """Return weight [N, K] times its scales, [N / 128, K / 128] or [N], in fp32."""
     N, K = weight.shape
+    if scales.dim() == 1:
+        return weight.float() * scales.unsqueeze(1)
     return weight.float() * scales.repeat_interleave(BLOCK, 0)[:N].repeat_interleave(BLOCK, 1)[:, :K]
 
 
-def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if not has_kernels(x):
-        return quantise_twin(x)
+        return quantise_twin(x, by_row)
     from specdec.backends.triton.linear.fp8 import quantise as by_kernel
 
-    quantised, scales = by_kernel(aligned_rows(x))
+    quantised, scales = by_kernel(aligned_rows(x), by_row)
     return quantised.view(x.shape), scales.view(*x.shape[:-1], -1)
 
 
 def _rms_norm_fp8(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not has_kernels(x):
-        return quantise_twin(rms_norm_twin(x, weight, eps, offset, is_late))
+        return quantise_twin(rms_norm_twin(x, weight, eps, offset, is_late), by_row)
     from specdec.backends.triton.linear import norms
 
-    return norms.rms_norm_fp8(x, weight, eps, offset, is_late)
+    return norms.rms_norm_fp8(x, weight, eps, offset, is_late, by_row)
 
 
 def _add_rms_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not has_kernels(x):
         normed, total = add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
-        return *quantise_twin(normed), total
+        return *quantise_twin(normed, by_row), total
     from specdec.backends.triton.linear import norms
 
-    return norms.add_rms_norm_fp8(x, residual, weight, eps, offset, is_late)
+    return norms.add_rms_norm_fp8(x, residual, weight, eps, offset, is_late, by_row)
 
 
-def _like_quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _like_quantised(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty tensors like those that `quantise` makes of x."""
-    scales = x.new_empty(*x.shape[:-1], x.shape[-1] // BLOCK, dtype=torch.float32)
+    scales = x.new_empty(*x.shape[:-1], 1 if by_row else x.shape[-1] // BLOCK, dtype=torch.float32)
     return x.new_empty(x.shape, dtype=DTYPE), scales
 
 
@@ -136,14 +141,16 @@ def _fp8_linear(
     return product.view(*x.shape[:-1], product.shape[1])
 
 
-define_op("quantise(Tensor x) -> (Tensor, Tensor)", _quantise, _like_quantised)
+define_op("quantise(Tensor x, bool by_row) -> (Tensor, Tensor)", _quantise, _like_quantised)
 define_op(
-    f"rms_norm_fp8(Tensor x, {NORM_ARGUMENTS}) -> (Tensor, Tensor)", _rms_norm_fp8, lambda x, *_: _like_quantised(x)
+    f"rms_norm_fp8(Tensor x, {NORM_ARGUMENTS}, bool by_row) -> (Tensor, Tensor)",
+    _rms_norm_fp8,
+    lambda x, *given: _like_quantised(x, given[-1]),
 )
 define_op(
-    f"add_rms_norm_fp8(Tensor x, Tensor residual, {NORM_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"add_rms_norm_fp8(Tensor x, Tensor residual, {NORM_ARGUMENTS}, bool by_row) -> (Tensor, Tensor, Tensor)",
     _add_rms_norm_fp8,
-    lambda x, *_: (*_like_quantised(x), x.new_empty(x.shape)),
+    lambda x, *given: (*_like_quantised(x, given[-1]), x.new_empty(x.shape)),
 )
 define_op(
     "fp8_linear(Tensor x, Tensor row_scales, Tensor[] weights, Tensor[] scales, Tensor[] bias, ScalarType dtype, "

@@ -1,5 +1,7 @@
-"""Products of rows and weights in FP8, each with a scale per 128 features (and 128 columns, of a weight), as
-DeepSeek-V3 has them. Tensor cores multiply FP8; a block of features is scaled in fp32 before it is added, in order.
+"""Products of rows and weights in FP8. Tensor cores multiply FP8; blocks of 128 features are added in order, in fp32.
+
+By block, rows have a scale per 128 features and weights per 128 x 128, as DeepSeek-V3 has them, and a block is scaled
+before it is added; by channel, rows have one scale and weights one per column, and sums are scaled at the end.
 
 Twins: `specdec.backends.linear.fp8`.
 """
@@ -17,14 +19,14 @@ from specdec.backends.triton.linear.rounding import quantised
 
 
 @triton.jit(do_not_specialize=["stride"])
-def _quantise_kernel(x, out, scales, stride, NUM: tl.constexpr, BLOCKS: tl.constexpr):
-    """BLOCKS blocks of 128 features of one row, of NUM blocks in all; stride in units of 16."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    at, inside = block[:, None] * 128 + tl.arange(0, 128)[None, :], (block < NUM)[:, None]
-    value = tl.load(x + row * stride * 16 + at, mask=inside, other=0.0).to(tl.float32)
+def _quantise_kernel(x, out, scales, stride, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """GROUPS groups of features of one row of K, with a scale each. GROUP: 128, or K and more; stride in units of 16."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value = tl.load(x + row * stride * 16 + at, mask=at < K, other=0.0).to(tl.float32)
     value, scale = quantised(value, 1)
-    tl.store(out + row * NUM * 128 + at, value, mask=inside)
-    tl.store(scales + row * NUM + block, scale, mask=block < NUM)
+    tl.store(out + row * K + at, value, mask=at < K)
+    tl.store(scales + row * tl.cdiv(K, GROUP) + group, scale, mask=group * GROUP < K)
 
 
 FEW, SOME, MANY = Tile(16, 16, 4, 4, 4), Tile(64, 64, 1, 4, 5), Tile(128, 128, 1, 8, 3)
@@ -40,14 +42,16 @@ TILES = Tiles(
 _quantise = CachedLaunch(_quantise_kernel)
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.backends.linear.fp8.quantise`; rows x [M, K], aligned."""
-    num_rows, num = x.shape[0], x.shape[1] // 128
+    num_rows, K = x.shape
+    group, together = (triton.next_power_of_2(K), 1) if by_row else (128, 16)
+    num = triton.cdiv(K, group)
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, num, dtype=torch.float32, device=x.device)
     if num_rows:
-        grid = num_rows, triton.cdiv(num, 16)
-        _quantise(grid, x, out, scales, x.stride(0) // 16, NUM=num, BLOCKS=16)
+        grid = num_rows, triton.cdiv(num, together)
+        _quantise(grid, x, out, scales, x.stride(0) // 16, K=K, GROUP=group, GROUPS=together)
     return out, scales
 
 
@@ -61,4 +65,5 @@ def fp8_linear(
     activation: str,
 ) -> torch.Tensor:
     """See `specdec.backends.linear.fp8.fp8_linear`; rows x [M, K]."""
-    return launch(x, row_scales, weights, scales, [len(w) for w in weights], bias, dtype, activation, 0, TILES)
+    sizes, group = [len(w) for w in weights], -1 if scales[0].dim() == 1 else 0
+    return launch(x, row_scales, weights, scales, sizes, bias, dtype, activation, group, TILES)

@@ -32,13 +32,13 @@ def _norm_kernel(
     UNIT: tl.constexpr,
     ADD: tl.constexpr,
     LATE: tl.constexpr,
-    FP8: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """ROWS rows of H. Row r of x begins at UNIT times r // inner strides outer plus r % inner strides inner.
 
-    FP8: quantise what the norm gives, as `fp8.quantise` does.
+    GROUP: of features (128, or BLOCK) that are quantised with one scale, as `fp8.quantise` does; 0: none are.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -59,12 +59,12 @@ def _norm_kernel(
     else:
         normed = normed.to(DTYPE).to(tl.float32) * scale
     normed = normed.to(DTYPE)
-    if FP8:
-        blocks, of_blocks = quantised(normed.to(tl.float32).reshape([ROWS, BLOCK // 128, 128]), 2)
-        tl.store(out + at, blocks.reshape([ROWS, BLOCK]), mask=inside)
-        b = tl.arange(0, BLOCK // 128)
-        is_block = (row < num_rows)[:, None] & (b < H // 128)[None, :]
-        tl.store(scales + row[:, None] * (H // 128) + b[None, :], of_blocks, mask=is_block)
+    if GROUP:
+        groups, of_groups = quantised(normed.to(tl.float32).reshape([ROWS, BLOCK // GROUP, GROUP]), 2)
+        tl.store(out + at, groups.reshape([ROWS, BLOCK]), mask=inside)
+        g = tl.arange(0, BLOCK // GROUP)
+        is_group = (row < num_rows)[:, None] & (g * GROUP < H)[None, :]
+        tl.store(scales + row[:, None] * tl.cdiv(H, GROUP) + g[None, :], of_groups, mask=is_group)
     else:
         tl.store(out + at, normed, mask=inside)
 
@@ -108,26 +108,26 @@ def _strided_rows(x: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def rms_norm_fp8(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.backends.linear.fp8.rms_norm_fp8`."""
-    x, scales = x.contiguous(), _scales(x)
+    x, scales = x.contiguous(), _scales(x, by_row)
     rows = x.numel() // x.shape[-1], 0, x.shape[-1]
     return _launch(x, x, rows, weight, eps, offset, is_late, None, scales), scales
 
 
 def add_rms_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `specdec.backends.linear.fp8.add_rms_norm_fp8`."""
-    x, residual, scales = x.contiguous(), residual.contiguous(), _scales(x)
+    x, residual, scales = x.contiguous(), residual.contiguous(), _scales(x, by_row)
     total = torch.empty_like(x)
     rows = x.numel() // x.shape[-1], 0, x.shape[-1]
     return _launch(x, residual, rows, weight, eps, offset, is_late, total, scales), scales, total
 
 
-def _scales(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(*x.shape[:-1], x.shape[-1] // 128, dtype=torch.float32, device=x.device)
+def _scales(x: torch.Tensor, by_row: bool) -> torch.Tensor:
+    return torch.empty(*x.shape[:-1], 1 if by_row else x.shape[-1] // 128, dtype=torch.float32, device=x.device)
 
 
 def _launch(
@@ -155,7 +155,8 @@ def _launch(
     tensors = x, residual, weight, out, out if scales is None else scales, out if total is None else total
     args = *tensors, num_rows, inner, outer // unit, stride // unit, eps, offset
     constants = {"H": H, "UNIT": unit, "ADD": total is not None, "LATE": is_late}
-    constants |= {"FP8": scales is not None, "ROWS": together, "BLOCK": block}
+    group = 0 if scales is None else block if scales.shape[-1] == 1 else 128
+    constants |= {"GROUP": group, "ROWS": together, "BLOCK": block}
     if is_aligned(x, residual, weight):
         _run(grid, *args, **constants)
     else:

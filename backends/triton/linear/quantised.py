@@ -21,12 +21,24 @@ from specdec.backends.triton.linear.unpack import weights_of_words
 
 
 @triton.jit
-def _fp8_added(sums, rows, row_scale, weight, scales, has_row, has_column, UPCAST: tl.constexpr):
-    """Return `sums` [rows, columns] and a product of blocks; scales: pointers to that of the columns, for each row."""
+def _fp8_added(sums, rows, row_scale, weight, scales, has_row, has_column, GROUP: tl.constexpr, UPCAST: tl.constexpr):
+    """Return `sums` [rows, columns] and a product of blocks; scales: pointers to that of the columns, for each row,
+    where blocks have some."""
     w = tl.load(weight[:, None] + tl.arange(0, 128)[None, :], mask=has_column[:, None], other=0.0)
-    scale = row_scale * tl.load(scales, mask=has_row, other=0.0)
+    if GROUP == 0:
+        scale = row_scale * tl.load(scales, mask=has_row, other=0.0)
     fence_copies(rows.shape[0])
-    return sums + dot(rows, w.T, tl.zeros_like(sums), UPCAST) * scale[:, None]
+    product = dot(rows, w.T, tl.zeros_like(sums), UPCAST)
+    if GROUP == 0:
+        product *= scale[:, None]
+    return sums + product
+
+
+@triton.jit
+def _by_channel(sums, row_scales, scales, is_row, is_column):
+    """Return `sums` [rows, columns] times the scale of each row and that of each column, from pointers to them."""
+    of_row, of_column = tl.load(row_scales, mask=is_row, other=0.0), tl.load(scales, mask=is_column, other=0.0)
+    return sums * (of_row[:, None] * of_column[None, :])
 
 
 @triton.jit
@@ -71,8 +83,9 @@ def _quantised_kernel(
 ):
     """BLOCK_M rows and BLOCK_N columns of one part of out [num_rows, N]. N, sizes of parts, and stride in units of 16.
 
-    num_blocks: of 128 features. GROUP: features of a scale of 4-bit weights; 0 for weights in FP8. ACTIVATION: "" for
-    plain products; else the first part is gate, the second is up. IS_UNEVEN: the last quarters of K may be shorter.
+    num_blocks: of 128 features. GROUP: features of a scale of 4-bit weights; of weights in FP8 0 for scales by block, -1
+    for scales by channel. ACTIVATION: "" for plain products; else the first part is gate, the second is up. IS_UNEVEN:
+    the last quarters of K may be shorter.
     """
     N, n0, n1, n2, stride = N * 16, n0 * 16, n1 * 16, n2 * 16, stride * 16
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -83,7 +96,7 @@ def _quantised_kernel(
     n, m = (number * BLOCK_N + i % BLOCK_N).to(tl.int64), (tl.program_id(0) * BLOCK_M + j % BLOCK_M).to(tl.int64)
     is_column, is_row = n < size, m < num_rows
     quarter = tl.cdiv(num_blocks, 4)
-    if GROUP == 0:
+    if GROUP <= 0:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -91,7 +104,7 @@ def _quantised_kernel(
     for first in range(0, 4, PACK):
         of_n, of_m = (first + i // BLOCK_N) * quarter, (first + j // BLOCK_M) * quarter
         rows = x + m * stride + of_m * 128
-        if GROUP == 0:
+        if GROUP <= 0:
             row_scales, at = scales_of_rows + m * num_blocks + of_m, (n * num_blocks + of_n) * 128
             of_scale = number * BLOCK_N // 128 * num_blocks + of_m
             sums = tl.zeros([PACK * BLOCK_M, PACK * BLOCK_N], tl.float32)
@@ -104,11 +117,13 @@ def _quantised_kernel(
             if IS_UNEVEN:
                 has_n, has_m = has_n & (of_n + t < num_blocks), has_m & (of_m + t < num_blocks)
             block = tl.load((rows + t * 128)[:, None] + tl.arange(0, 128)[None, :], mask=has_m[:, None], other=0.0)
-            if GROUP == 0:
-                row_scale, w, s = tl.load(row_scales + t, mask=has_m, other=0.0), at + t * 128, of_scale + t
-                sums = _fp8_added(sums, block, row_scale, weight + w, scales + s, has_m, has_n, UPCAST)
+            if GROUP <= 0:
+                w, s, row_scale = at + t * 128, of_scale + t, 1.0
+                if GROUP == 0:
+                    row_scale = tl.load(row_scales + t, mask=has_m, other=0.0)
+                sums = _fp8_added(sums, block, row_scale, weight + w, scales + s, has_m, has_n, GROUP, UPCAST)
                 if ACTIVATION != "":
-                    up_sums = _fp8_added(up_sums, block, row_scale, w1 + w, s1 + s, has_m, has_n, UPCAST)
+                    up_sums = _fp8_added(up_sums, block, row_scale, w1 + w, s1 + s, has_m, has_n, GROUP, UPCAST)
             else:
                 w, of_block = at + t * size * 16, of_n + t
                 sums = _packed_added(sums, block, weight + w, scales + n, of_block, size, has_n, GROUP, UPCAST)
@@ -117,9 +132,13 @@ def _quantised_kernel(
         total = with_diagonal(total, sums, PACK)
         if ACTIVATION != "":
             up = with_diagonal(up, up_sums, PACK)
-    if GROUP == 0:
-        total, up = total.T, up.T
     n, m = number * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if GROUP == -1:
+        total = _by_channel(total, scales_of_rows + m, scales + n, m < num_rows, n < size)
+        if ACTIVATION != "":
+            up = _by_channel(up, scales_of_rows + m, s1 + n, m < num_rows, n < size)
+    if GROUP <= 0:
+        total, up = total.T, up.T
     product = finished(total, bias, n, size, HAS_BIAS, DTYPE)
     if ACTIVATION != "":
         product = gated(product, finished(up, b1, n, size, HAS_BIAS, DTYPE), ACTIVATION)

@@ -1,4 +1,4 @@
-"""Rounds 128 features at a time to FP8, with the scale that the largest of them takes."""
+"""Rounds features to FP8, with the scale that the largest of them takes."""
 
 import triton
 import triton.language as tl
@@ -9,6 +9,6 @@ LEAST = tl.constexpr(1e-12)  # of a scale: zeros stay zeros
 
 @triton.jit
 def quantised(values, AXIS: tl.constexpr):
-    """Return values [.., 128] fp32, whose last axis is AXIS, in FP8, and the scales [..] that were taken out."""
+    """Return values [.., n] fp32, whose last axis is AXIS, in FP8, and the scales [..] that were taken out."""
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values), AXIS), LARGEST), LEAST)
     return tl.div_rn(values, tl.expand_dims(scale, AXIS)).to(tl.float8e4nv), scale

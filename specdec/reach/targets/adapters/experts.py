@@ -46,7 +46,7 @@ def _product(module: Any, name: str, x: torch.Tensor, expert_ids: torch.Tensor) 
     """Return `x` times the weights `name` of `module`, in their dtype, or in FP8, with their bias if they have one."""
     weight = getattr(module, name)
     if weight.dtype == fp8.DTYPE:
-        return grouped_fp8(*fp8.quantise(x), expert_ids, weight, getattr(module, f"{name}_scale_inv"), x.dtype)
+        return grouped_fp8(*fp8.quantise(x, False), expert_ids, weight, getattr(module, f"{name}_scale_inv"), x.dtype)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     return grouped_linear(x.to(weight.dtype), expert_ids, weight, bias, module.is_transposed)
 

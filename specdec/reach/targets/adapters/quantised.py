@@ -1,6 +1,6 @@
 """Quantised linear layers of live models through kernels of ours, where there are some; others run their own forward.
 
-FP8 blocks are read where they are. Weights of 4 bits are packed anew at attach, in the layout of our kernels: the
+Weights in FP8 are read where they are. Weights of 4 bits are packed anew at attach, in the layout of our kernels: the
 module's own stay, and serve its own forward. What our op gives for a layer is compared with that first.
 """
 
@@ -15,10 +15,10 @@ from torch import nn
 
 from specdec.backends.differences import SEED, bound, distance
 from specdec.backends.linear import has_kernels
-from specdec.backends.linear.fp8 import fp8_linear, quantise
+from specdec.backends.linear.fp8 import BLOCK, fp8_linear, quantise
 from specdec.backends.linear.packed import MAGIC, NF4_GROUP, pack, pack_nf4, packed_linear, takes
 from specdec.reach.targets.adapters.overrides import replaced
-from specdec.reach.targets.admission.quantised import has_blocks, is_kind, is_stand_in, quantised_linears
+from specdec.reach.targets.admission.quantised import BY_CHANNEL, has_blocks, is_kind, is_stand_in, quantised_linears
 
 BUFFERS = ("_specdec_words", "_specdec_scales")  # of a layer, while it is routed: a trace finds them there
 NUM_COMPARED = 16  # rows
@@ -55,7 +55,7 @@ class Quantised:
         places: list[tuple[dict[str, Any], str, Any]] = []
         for layer, (packed, _) in self._layers.items():
             if not is_stand_in(layer):
-                forward = _by_blocks(layer) if packed is None else _by_words(layer, packed)
+                forward = _in_fp8(layer) if packed is None else _by_words(layer, packed)
                 places.append((vars(layer), "forward", forward))
                 places += [(layer._buffers, *named) for named in zip(BUFFERS, packed or (), strict=False)]
         with replaced(places):
@@ -78,16 +78,19 @@ def _find(layer: Any, like: torch.Tensor) -> tuple[Packed | None, Callable[[], P
     x = torch.randn(NUM_COMPARED, layer.in_features, generator=random, device=like.device).to(like.dtype)
     for read in _readers(layer, like.dtype):
         packed = read()
-        ours = (_by_blocks(layer) if packed is None else _by_words(layer, packed))(x)
+        ours = (_in_fp8(layer) if packed is None else _by_words(layer, packed))(x)
         if distance(ours, layer(x)) <= bound(like.dtype):
             return packed, read
     return None
 
 
-def _by_blocks(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _in_fp8(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    by_channel = is_kind(layer, BY_CHANNEL)
+
     def forward(x: torch.Tensor) -> torch.Tensor:
         bias = [] if layer.bias is None else [layer.bias]
-        return fp8_linear(*quantise(x), [layer.weight], [layer.weight_scale_inv], bias, x.dtype)
+        scales = layer.weight_scale[0] if by_channel else layer.weight_scale_inv
+        return fp8_linear(*quantise(x, by_channel), [layer.weight], [scales], bias, x.dtype)
 
     return forward
 
@@ -102,8 +105,8 @@ def _by_words(layer: Any, packed: Packed) -> Callable[[torch.Tensor], torch.Tens
 def _readers(layer: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Yield what may pack `layer`, for its kind; of a layer that is read where it is, what returns None."""
     N, K = layer.out_features, layer.in_features
-    if is_kind(layer, "FP8Linear"):
-        if has_blocks(layer) and N % 16 == 0:
+    if is_kind(layer, "FP8Linear", BY_CHANNEL):
+        if N % 16 == 0 and (K % BLOCK == 0 if is_kind(layer, BY_CHANNEL) else has_blocks(layer)):
             yield lambda: None
     elif (
         is_kind(layer, "BaseQuantLinear") and layer.bits == 4 and dtype in MAGIC and takes(N, K, K // len(layer.scales))

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from specdec.backends.linear.fp8 import BLOCK, DTYPE
 from specdec.reach.checkpoints.tensors import FLOATS
 
-# Classes of bitsandbytes, quanto, transformers' fine-grained FP8, and gptqmodel (GPTQ and AWQ).
-LINEARS = ("Linear4bit", "Linear8bitLt", "QLinear", "FP8Linear", "BaseQuantLinear")
+BY_CHANNEL = "CompressedTensorsFP8Linear"  # of transformers, for compressed-tensors' FP8
+# Classes of bitsandbytes, quanto, transformers' FP8, and gptqmodel (GPTQ and AWQ).
+LINEARS = ("Linear4bit", "Linear8bitLt", "QLinear", "FP8Linear", BY_CHANNEL, "BaseQuantLinear")
 OTHERS = ("FP8GroupedLinear",)  # of another input than theirs
 EXPERTS = ("FP8Experts", "Mxfp4GptOssExperts")
 SPREAD = 0.6  # of the outputs of a stand-in, for inputs of spread 1

@@ -30,9 +30,9 @@ NUM_BEFORE = {FP8: 6, PACKED: 4}  # arguments before the activation
 
 def join_quantised(graph: fx.GraphModule) -> None:
     """Rewrite `graph` in place."""
-    rows: dict[fx.Node, fx.Node] = {}
+    rows: dict[Any, fx.Node] = {}
     for node in [n for n in graph.graph.nodes if is_function(n, QUANTISE)]:
-        first = rows.setdefault(_viewed(node.args[0]), node)
+        first = rows.setdefault((_viewed(node.args[0]), node.args[1]), node)
         if first is not node:
             _share(graph.graph, first, node)
     alike: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -67,7 +67,7 @@ def quantise_norms(graph: fx.GraphModule) -> None:
 def _quantise_norm(graph: fx.Graph, node: fx.Node, norm: fx.Node, op: Any) -> None:
     """Put `op` where `norm` is, which `node` quantises."""
     with graph.inserting_before(norm):
-        both = graph.call_function(op, norm.args)
+        both = graph.call_function(op, (*norm.args, node.args[1]))
         results = [graph.call_function(operator.getitem, (both, i)) for i in range(2 if norm.target is RMS_NORM else 3)]
     places = {user: results[int(user.args[1])] for user in node.users}  # type: ignore[arg-type]
     places |= {user: results[2] for user in norm.users if is_function(user, operator.getitem) and user.args[1] == 1}
@@ -107,6 +107,8 @@ def _join(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     at = FIRST[first.target]
     operands = [[each for given in of_all for each in given] for of_all in zip(*map(_operands, nodes), strict=True)]
     sizes = [value(node).shape[-1] for node in nodes]
+    for view in (node for of_all in operands for node in of_all if node.op != "placeholder"):
+        first.prepend(view)
     with graph.inserting_before(first):
         joined = graph.call_function(first.target, (*first.args[:at], *operands, *first.args[at + 3 :]))
         parts = graph.call_function(torch.split, (joined, sizes, -1))
