@@ -1,8 +1,8 @@
 """Times quantised models of random weights: `PYTHONPATH=. python bench/quantised.py --out DIR`.
 
 Rows are plain steps and rounds of S=3 with imposed acceptance, through `generate`: ms of a launch without the first
-token, the median of three calls; `own` rows run the modules' own forward. bf16; FP8 blocks in transformers' own modules,
-whose kernel from the Hub arithmetic in torch stands in for; FP8 by channel in transformers' modules for
+token, the median of three calls; `own` rows run the modules' own forward. bf16; FP8 blocks in transformers' own
+modules, whose kernel from the Hub arithmetic in torch stands in for; FP8 by channel in transformers' modules for
 compressed-tensors, whose own forward is `scaled_mm`; int4 groups of 128 in modules with gptqmodel's tensors and a
 forward in torch; NF4 in modules with bitsandbytes' tensors; MXFP4 experts of GPT-OSS-20B's shape in transformers'
 modules. First, kernels are compared with their twins on a layer's shapes, rows alone with rows together, and timed;
@@ -36,12 +36,13 @@ from specdec.tools.measure.shapes import acceptance_rates, make_head, make_targe
 from tests import quantised_models
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FLOORS = {"bf16": 3.54, "fp8": 1.89, "channels": 1.89, "int4": 1.10, "nf4": 1.12, "mxfp4": 0.87}  # ms: bytes of weights over 4.24 TB/s
+FLOORS = {"bf16": 3.54, "fp8": 1.89, "channels": 1.89, "int4": 1.10, "nf4": 1.12, "mxfp4": 0.87}  # ms, at 4.24 TB/s
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "3:1:4": {"num_steps": 3, "synthetic_acceptance": acceptance_rates(3)},
 }
-MAKE = {"fp8": quantised_models.fp8, "channels": quantised_models.channels, "int4": quantised_models.gptq, "nf4": quantised_models.nf4}
+MAKE = {"fp8": quantised_models.fp8, "channels": quantised_models.channels}
+MAKE |= {"int4": quantised_models.gptq, "nf4": quantised_models.nf4}
 FP8 = ("fp8", "channels")
 GPT_OSS = "gpt-oss-20b"
 PRODUCTS = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336))}
@@ -174,7 +175,8 @@ def checks() -> Iterator[dict[str, Any]]:
 
 def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
     """Yield the microseconds of every product, and its TB/s; with several tiles, or with that which is chosen."""
-    for form, kernels in (("fp8", fp8_kernels), ("channels", fp8_kernels), ("int4", packed_kernels), ("nf4", packed_kernels)):
+    for form in MAKE:
+        kernels = fp8_kernels if form in FP8 else packed_kernels
         for name, (K, sizes) in PRODUCTS.items():
             activation = "silu" if name == "gate_up" else ""
             one = weights(form, K, sizes)

@@ -1,6 +1,8 @@
 """Quantised targets: their texts are those of their own generate(); what passes between tokens is still compared."""
 
 from collections import Counter
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    CompressedTensorsConfig,
     GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -34,7 +37,8 @@ WAYS = {
     "tree": {**TREE, "cuda_graph": False},
     "compiled": {**CHAIN, **GRAPHS, "compile": True, "compiler": "eager"},
 }
-KINDS = ("nf4", "int8", "torchao", "quanto", "fp8", "channels", "gptq", "awq", "w4a16", "w8a8")
+ROUNDS_ROWS = {"fp8": 8, "channels": 8, "w8a8": 3, "optimized": 8}  # texts part where two tokens are as likely
+KINDS = ("nf4", "int8", "torchao", "quanto", "fp8", "channels", "gptq", "awq", "w4a16", "w8a8", "optimized")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -61,12 +65,16 @@ def load(folder, kind, threshold=0.0, dtype=torch.float32):
     if kind in ("fp8", "channels", "gptq", "awq"):
         model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
         return quantised_models.quantised(model, getattr(quantised_models, kind)).to(DEVICE)
-    if kind in ("w4a16", "w8a8"):
+    if kind in ("w4a16", "w8a8", "optimized"):
         pytest.importorskip("compressed_tensors")
-        into = folder.parent / kind
+        into, is_fp8 = folder.parent / kind, kind != "w4a16"
         if not into.exists():
-            quantised_models.compressed(LlamaForCausalLM.from_pretrained(folder), into, is_fp8=kind == "w8a8")
-        return AutoModelForCausalLM.from_pretrained(into, dtype=dtype).to(DEVICE)
+            quantised_models.compressed(LlamaForCausalLM.from_pretrained(folder), into, is_fp8)
+        optimized = {"quantization_config": CompressedTensorsConfig(use_optimized_inference=True)}
+        how = optimized if kind == "optimized" else {}
+        hopper = patch.multiple("torch.cuda", is_available=lambda: True, get_device_capability=lambda *_: (9, 0))
+        with hopper if how else nullcontext():
+            return AutoModelForCausalLM.from_pretrained(into, dtype=dtype, **how).to(DEVICE)
     if kind in ("nf4", "int8"):
         pytest.importorskip("bitsandbytes")
         ways = {
@@ -123,14 +131,14 @@ def test_text_of_experts_is_that_of_generate(kind, way):
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_that_of_generate(folder, kind, way):
     model, settings = load(folder, kind), dict(WAYS[way])
-    count = {"fp8": 8, "channels": 8, "w8a8": 3}.get(kind, 16)  # those round rows: texts part where two tokens are as likely
+    count = ROUNDS_ROWS.get(kind, 16)
     expected = [greedy(model, p, count) for p in ragged_prompts()]
     draft = random_draft(model, "eagle3").to(DEVICE) if settings["num_steps"] else None
     if draft is None:
         del settings["num_steps"]
     with specdec.attach(model, draft, max_batch=3, max_seq_len=128, **settings) as engine:
         texts = engine.generate(ragged_prompts(), max_new_tokens=count).tokens
-        assert_equal_texts(model, texts, expected, may_tie=kind in ("fp8", "channels", "w8a8"))
+        assert_equal_texts(model, texts, expected, may_tie=kind in ROUNDS_ROWS)
         engine.check_integrity()
     assert [greedy(model, p, count) for p in ragged_prompts()[:1]] == expected[:1]
 
@@ -166,7 +174,7 @@ def test_layers_are_of_our_ops(folder, kind, by_ops):
         may_tie = kind == "like nf4"
         assert_equal_texts(model, compiled, [greedy(model, p, 5) for p in ragged_prompts()[:2]], may_tie)
         layer = model.model.layers[0].mlp.down_proj
-        written = {"w4a16": ("weight", "weight_scale"), "fp8": (), "channels": (), "like nf4": ()}.get(kind, ("scales",))
+        written = {"w4a16": ("weight", "weight_scale"), "gptq": ("scales",), "awq": ("scales",)}.get(kind, ())
         with torch.no_grad():
             [getattr(layer, name).mul_(-8) for name in written]
         again = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens

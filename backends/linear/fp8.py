@@ -32,7 +32,13 @@ def rms_norm_fp8(
 
 
 def add_rms_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
+    by_row: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `quantise` of the norm of `linear.add_rms_norm`, and the total, in one launch."""
     return torch.ops.specdec.add_rms_norm_fp8.default(x, residual, weight, eps, offset, is_late, by_row)
@@ -107,7 +113,13 @@ def _rms_norm_fp8(
 
 
 def _add_rms_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
+    by_row: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not has_kernels(x):
         normed, total = add_rms_norm_twin(x, residual, weight, eps, offset, is_late)

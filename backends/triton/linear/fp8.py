@@ -20,7 +20,7 @@ from specdec.backends.triton.linear.rounding import quantised
 
 @triton.jit(do_not_specialize=["stride"])
 def _quantise_kernel(x, out, scales, stride, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """GROUPS groups of features of one row of K, with a scale each. GROUP: 128, or K and more; stride in units of 16."""
+    """GROUPS groups of features of one row of K, a scale each. GROUP: 128, or at least K; stride in units of 16."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.load(x + row * stride * 16 + at, mask=at < K, other=0.0).to(tl.float32)

@@ -117,7 +117,13 @@ def rms_norm_fp8(
 
 
 def add_rms_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
+    by_row: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `specdec.backends.linear.fp8.add_rms_norm_fp8`."""
     x, residual, scales = x.contiguous(), residual.contiguous(), _scales(x, by_row)

@@ -83,9 +83,9 @@ def _quantised_kernel(
 ):
     """BLOCK_M rows and BLOCK_N columns of one part of out [num_rows, N]. N, sizes of parts, and stride in units of 16.
 
-    num_blocks: of 128 features. GROUP: features of a scale of 4-bit weights; of weights in FP8 0 for scales by block, -1
-    for scales by channel. ACTIVATION: "" for plain products; else the first part is gate, the second is up. IS_UNEVEN:
-    the last quarters of K may be shorter.
+    num_blocks: of 128 features. GROUP: features of a scale of 4-bit weights; of FP8 0 for scales by block, -1 by
+    channel. ACTIVATION: "" for plain products; else the first part is gate, the second is up. IS_UNEVEN: the last
+    quarters of K may be shorter.
     """
     N, n0, n1, n2, stride = N * 16, n0 * 16, n1 * 16, n2 * 16, stride * 16
     DTYPE: tl.constexpr = out.dtype.element_ty

@@ -88,12 +88,12 @@ def pack(model: PreTrainedModel) -> None:
     """Let quantised layers do what they do in their first forward: bitsandbytes packs weights for a CPU then, and must
     not do so within `torch.inference_mode`; compressed-tensors decompresses all weights."""
     like = model.get_input_embeddings().weight
-    if any(hasattr(module, "quantization_scheme") for module in model.modules()):
+    if hasattr(model, "ct_decompress_hook"):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=like.device), use_cache=False)
+    if any(type(m._parameters).__module__.startswith("compressed_tensors") for m in model.modules()):
         from compressed_tensors.offload import remove_dispatch
 
-        if hasattr(model, "ct_decompress_hook"):
-            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=like.device), use_cache=False)
-        remove_dispatch(model)  # what it has dispatched to where it is: the parameters become plain again
+        remove_dispatch(model)  # what that forward has dispatched to where it is: the parameters become plain again
     for layer in quantised_linears(model):
         layer(torch.zeros(1, layer.in_features, dtype=like.dtype, device=like.device))
 
