@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as tf
+from torch import nn
 
 import specdec
 from specdec.backends.linear import latents as ops
@@ -122,6 +123,28 @@ def test_a_layer_that_does_more_than_multiply_expands_by_itself():
     with specdec.attach(model, max_batch=2, max_seq_len=64) as engine:
         assert slot_size(engine) == EXPANDED
         assert engine.generate(PROMPTS, max_new_tokens=8).tokens == expected
+
+
+CHANGES = {
+    "forward_hooks": lambda layer: layer.register_forward_hook(lambda module, given, out: 3 * out),
+    "forward_pre_hooks": lambda layer: layer.register_forward_pre_hook(lambda module, given: 3 * given[0]),
+    "forward": lambda layer: setattr(layer, "forward", lambda x: 3 * nn.functional.linear(x, layer.weight)),
+    "bias": lambda layer: setattr(layer, "bias", nn.Parameter(torch.ones(len(layer.weight), device=DEVICE))),
+}
+
+
+@pytest.mark.parametrize("way", CHANGES)
+def test_what_is_added_to_such_a_layer_is_not_passed_over(way):
+    model = latent_model("minicpm3")
+    before = [greedy(model, prompt, 8) for prompt in PROMPTS]
+    with specdec.attach(model, max_batch=2, max_seq_len=64) as engine:
+        CHANGES[way](model.model.layers[0].self_attn.kv_b_proj)
+        with pytest.raises(GraphError, match=rf"kv_b_proj.{way} .*detach\(\) and attach\(\) again"):
+            engine.generate(PROMPTS, max_new_tokens=8)
+    expected = [greedy(model, prompt, 8) for prompt in PROMPTS]
+    with specdec.attach(model, max_batch=2, max_seq_len=64) as engine:
+        assert engine.generate(PROMPTS, max_new_tokens=8).tokens == expected != before
+        assert engine.report().latents == len(model.model.layers) - 1
 
 
 def random(*shape, dtype=torch.bfloat16, seed=0):

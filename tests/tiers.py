@@ -106,6 +106,7 @@ IN_TEST = {
     "test_latents.py::test_products_equal_their_twins_and_rows_alone_equal_rows_together": "sizes0-torch.bfloat16",
     "test_latents.py::test_shared_prefixes_share_pages_of_latents": "torch",
     "test_latents.py::test_text_is_that_of_generate": "glm4_moe_lite-chain",
+    "test_latents.py::test_what_is_added_to_such_a_layer_is_not_passed_over": "-",
     "test_layouts.py::test_nextn_of_deepseek_and_glm": "one by one-glm|fused-deepseek",
     "test_layouts.py::test_speculators": "plain|all of",
     "test_live_changes.py::test_a_changed_model_gives_its_own_text_or_a_named_error": "^cpu .* True-",

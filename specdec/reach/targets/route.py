@@ -34,16 +34,20 @@ class Route:
         self._model = model
         self._modules = list(model.modules())
         self._turns = number_layers(spec.modules)
-        self._places = _places(model, {*spec.attending, *spec.adapter(Attention).expansions.values()})
+        self._expansions = [*spec.adapter(Attention).expansions.values()]
+        self._places = _places(model, {*spec.attending, *self._expansions})
 
     def relies_on(self, change: Change) -> bool:
         """Return whether attention and pools were set up from what has changed: routed modules and those around them,
-        their plain attributes and sinks, and configs."""
+        their plain attributes and sinks, and configs. Of layers that would expand latents only the weight is read."""
+        if any(change.owner is layer for layer in self._expansions):
+            return change.key != "weight"
         if change.kind is ChangeKind.MODULE:
             return (change.owner, change.key) in self._places
         if change.kind is ChangeKind.ATTRIBUTE:
             return not isinstance(change.owner, nn.Module) or change.owner in self.spec.attending
-        return change.kind is ChangeKind.TENSOR and any(change.before is sink for sink in self.spec.sinks)
+        is_other = change.kind is ChangeKind.TENSOR and change.before is not None
+        return is_other and any(change.before is sink for sink in self.spec.sinks)
 
     def walk(self) -> None:
         """Look again for modules that have a training mode, where some were added."""

@@ -23,7 +23,9 @@ def latent_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
 def _is_plain(module: Any) -> bool:
     """Return whether the layer that expands latents does nothing but multiply by its weight."""
     layer = getattr(module, EXPANSION, None)
-    return type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer)
+    if type(layer) is not nn.Linear or layer.bias is not None or "forward" in vars(layer):
+        return False
+    return not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def kept(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
