@@ -374,6 +374,21 @@ def test_a_dead_end_ends_its_request_with_a_reason(model):
     assert out.finish_reasons == ["dead_end", "length"] and out.texts[0] in ("", "z")
 
 
+@pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("law", [{}, {"do_sample": True, "seed": 1}], ids=["greedy", "sampled"])
+def test_a_text_that_is_complete_before_min_new_tokens_is_whole(model, shape, law):
+    engine = engine_of(model, shape and "eagle3", shape, cuda_graph=None, logprobs=1)
+    given = {"grammar": {"choice": ["red", "blue"]}, "min_new_tokens": 8, "max_new_tokens": 12, **law}
+    with pytest.warns(UserWarning, match=r"no token after this text \(but EOS, which min_new_tokens bans\)"):
+        out = engine.generate(PROMPTS, **given)
+    assert out.finish_reasons == ["dead_end"] * 3 and set(out.texts) <= {"red", "blue"}
+    assert [len(r.logprobs) for r in out.requests] == list(map(len, out.tokens))
+    out = engine.generate(PROMPTS, **given | {"grammar": {"regex": "[ab]*"}})
+    assert all(len(tokens) > 8 and set(text) <= set("ab") for tokens, text in zip(out.tokens, out.texts, strict=True))
+    engine.check_integrity()
+    engine.detach()
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [

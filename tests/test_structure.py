@@ -43,7 +43,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 def one_of(tokenizer, grammar=None):
     model = tiny_model("llama")
-    settings = {"max_batch": 8, "max_seq_len": 400, "num_steps": 3, "grammar": grammar}
+    settings = {"max_batch": 8, "max_seq_len": 400, "num_steps": 3, "grammar": grammar, "logprobs": 3}
     return specdec.attach(model, random_draft(model, "eagle3"), tokenizer=tokenizer, **settings)
 
 
@@ -76,6 +76,24 @@ def test_answers_follow_their_schema(served):
     text = ask(served, extra_body={"structured_outputs": {"choice": ["red", "blue"]}}).choices[0].message.content
     assert text in ("red", "blue")
     assert ask(served, response_format={"type": "text"}, max_tokens=4).choices[0].finish_reason == "length"
+
+
+@pytest.mark.filterwarnings("ignore:a request ended after")
+def test_an_answer_that_is_complete_before_min_tokens_is_whole_and_json_everywhere(served):
+    body = {"messages": CHAT, "structured_outputs": {"choice": ["red"]}, "min_tokens": 20}
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    for more in ({"logprobs": True, "top_logprobs": 3}, {"stream": True, "logprobs": True, "top_logprobs": 3}):
+        answer = served.post({**body, **more})
+        assert answer.status_code == 200
+        lines = answer.text.replace("data: ", "").replace("[DONE]", "").splitlines()
+        found = [json.loads(line, parse_constant=refuse) for line in lines if line]
+        texts = [(c.get("delta") or c.get("message") or {}).get("content", "") for f in found for c in f["choices"]]
+        assert "".join(texts) == "red" and found[-1]["choices"][0]["finish_reason"] == "length"
+        scores = [p for f in found for c in f["choices"] for p in (c["logprobs"] or {"content": []})["content"]]
+        assert min(top["logprob"] for score in scores for top in score["top_logprobs"]) == -9999.0
 
 
 def test_calls_of_tools_are_parsed_and_streamed(served):

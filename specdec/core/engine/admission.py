@@ -80,7 +80,7 @@ def make_requests(
         Request(prompt, array, limit, law, stop_ids, eos, text, special, priority)
         for prompt, array, limit, law, text in zip(batch, arrays, limits, laws, texts, strict=True)
     ]
-    for request, constraint in zip(requests, _constraints(core, grammar, eos, len(batch)), strict=True):
+    for request, constraint in zip(requests, _constraints(core, grammar, eos, laws), strict=True):
         request.constraint = constraint
     for request, name in zip(requests, _per_prompt("adapter", adapter, len(batch)), strict=True):
         request.adapter = adapter_number(core, name)
@@ -112,20 +112,22 @@ def adapter_number(core: Core, name: Any) -> int:
     return 0 if name is None else numbers[name]
 
 
-def _constraints(core: Core, grammar: Any, eos: frozenset[int], count: int) -> list[Constraint | None]:
+def _constraints(
+    core: Core, grammar: Any, eos: frozenset[int], laws: Sequence[SamplingParams]
+) -> list[Constraint | None]:
     """Return the constraint of every prompt, from one grammar for all or one, or None, for each."""
     if grammar is None:
-        return [None] * count
-    given = _per_prompt("grammar", grammar, count)
+        return [None] * len(laws)
+    given = _per_prompt("grammar", grammar, len(laws))
     if not eos and any(g is not None for g in given):
         raise ValueError("grammar without EOS (ignore_eos=True, or eos_token_id=None): a complete text ends with it")
-    return [None if g is None else _constraint(core, g, eos) for g in given]
+    return [None if g is None else _constraint(core, g, eos, law) for g, law in zip(given, laws, strict=True)]
 
 
-def _constraint(core: Core, grammar: Any, eos: frozenset[int]) -> Constraint:
+def _constraint(core: Core, grammar: Any, eos: frozenset[int], law: SamplingParams) -> Constraint:
     compiled = compile_grammar(core, grammar)
     assert core.grammars is not None
-    return Constraint(compiled.matcher(), eos, core.grammars.eos_ids)
+    return Constraint(compiled.matcher(), eos, core.grammars.eos_ids, law.min_new_tokens)
 
 
 def _refuse_two_laws(settings: dict[str, Any]) -> None:

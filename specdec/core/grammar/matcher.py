@@ -76,11 +76,13 @@ class Compiler(Protocol):
 
 class Constraint:
     """A request's matcher, after the tokens that it has emitted. eos_ids: of the request, where they are the
-    library's (`library_eos`) or not."""
+    library's (`library_eos`) or not. num_before_eos: tokens that its law wants before them: a text that is complete
+    earlier cannot go on."""
 
-    def __init__(self, matcher: Matcher, eos_ids: Set[int], library_eos: Set[int]):
+    def __init__(self, matcher: Matcher, eos_ids: Set[int], library_eos: Set[int], num_before_eos: int = 0):
         self.matcher = matcher
         self.eos_ids = eos_ids
+        self._num_before_eos = num_before_eos
         self.was_corrected = False  # whether a greedy choice was forbidden in its last round
         self._ends = {*eos_ids, *library_eos}
         self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
@@ -106,7 +108,7 @@ class Constraint:
         if self.was_corrected:
             for token in chosen[:num_allowed]:
                 self.matcher.accept(token)
-            self._visit(path[num_allowed], tokens, _children(parents), masks)
+            self._visit(path[num_allowed], tokens, _children(parents), masks, num_allowed)
             self.matcher.rollback(num_allowed)
         return self.was_corrected
 
@@ -118,16 +120,18 @@ class Constraint:
         """
         self._visit(0, tokens, _children(parents), masks)
 
-    def _visit(self, node: int, tokens: Sequence[int], children: list[list[int]], masks: np.ndarray) -> None:
+    def _visit(
+        self, node: int, tokens: Sequence[int], children: list[list[int]], masks: np.ndarray, depth: int = 0
+    ) -> None:
         mask = masks[node]
         if node == 0 and self._next is not None:
             mask[:] = self._next
-        elif not self._fill(mask):
+        elif not self._fill(mask, depth):
             mask.fill(-1)
             return
         for child in children[node]:
             if tokens[child] not in self.eos_ids and self.matcher.accept(tokens[child]):
-                self._visit(child, tokens, children, masks)
+                self._visit(child, tokens, children, masks, depth + 1)
                 self.matcher.rollback(1)
 
     def chain(self, place: int, tokens: Sequence[int]) -> Chain[Matcher]:
@@ -139,24 +143,22 @@ class Constraint:
     def finish(self, masks: np.ndarray) -> None:
         """Make what `Compiler.fill_chains` has written to masks [D, W] what `fill_tree` writes."""
         is_over = bool(self.matcher.error)
-        for mask in masks:
-            if mask.any() and not is_over:
-                self._rename(mask)
-            else:
+        for depth, mask in enumerate(masks):
+            if is_over or not mask.any() or not self._goes_on(mask, depth):
                 mask.fill(-1)
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Take emitted tokens, up to EOS; return how many the grammar allows: fewer at a dead end, see `error`."""
         self._next = None
-        for count, token in enumerate(tokens):
-            if token not in self.eos_ids and not self.matcher.accept(token):
-                return count
-        return len(tokens)
+        is_wrong = (token not in self.eos_ids and not self.matcher.accept(token) for token in tokens)
+        count = next((i for i, wrong in enumerate(is_wrong) if wrong), len(tokens))
+        self._num_before_eos -= count
+        return count
 
     @property
     def error(self) -> str:
         """Why its text cannot go on."""
-        reason = self.matcher.error
+        reason = self.matcher.error or "but EOS, which min_new_tokens bans" * (self._num_before_eos > 0)
         return f"its grammar allows no token after this text{reason and f' ({reason})'}"
 
     def forced(self, num_steps: int, may_rest: bool = False) -> list[int]:
@@ -176,26 +178,32 @@ class Constraint:
         """Write what may follow `forced` tokens to mask [W]."""
         for token in forced:
             self.matcher.accept(token)
-        if not self._fill(mask):
+        if not self._fill(mask, len(forced)):
             mask.fill(-1)
         if forced:
             self.matcher.rollback(len(forced))
         else:
             self._next = mask.copy()
 
-    def _fill(self, mask: np.ndarray) -> bool:
-        if not self.matcher.fill(mask):
-            return False
+    def _fill(self, mask: np.ndarray, depth: int) -> bool:
+        return self.matcher.fill(mask) and self._goes_on(mask, depth)
+
+    def _goes_on(self, mask: np.ndarray, depth: int) -> bool:
+        """Have the mask after `depth` more tokens name the request's EOS ids; return whether its law leaves a token."""
         self._rename(mask)
-        return True
+        if depth >= self._num_before_eos:
+            return True
+        others = mask.copy()
+        for token in self.eos_ids:
+            _set(others, token, False)
+        return bool(others.any())
 
     def _rename(self, mask: np.ndarray) -> None:
         """Allow the request's EOS ids in place of the library's."""
         if self._foreign and is_allowed(mask, self._foreign[0][0]):
             for ids, is_set in zip(self._foreign, (False, True), strict=True):
                 for token in ids:
-                    bit = np.int32(np.uint32(1 << token % 32).view(np.int32))
-                    mask[token // 32] = mask[token // 32] | bit if is_set else mask[token // 32] & ~bit
+                    _set(mask, token, is_set)
 
 
 def _children(parents: Sequence[int]) -> list[list[int]]:
@@ -204,6 +212,11 @@ def _children(parents: Sequence[int]) -> list[list[int]]:
     for node, parent in enumerate(parents[1:], 1):
         children[parent].append(node)
     return children
+
+
+def _set(mask: np.ndarray, token: int, is_set: bool) -> None:
+    bit = np.int32(np.uint32(1 << token % 32).view(np.int32))
+    mask[token // 32] = mask[token // 32] | bit if is_set else mask[token // 32] & ~bit
 
 
 def is_allowed(mask: np.ndarray, token: int) -> bool:

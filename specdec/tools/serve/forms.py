@@ -20,6 +20,7 @@ REASONS = {"eos": "stop", "stop_id": "stop", "stop_string": "stop"} | dict.fromk
     ("length", "deadline", "dead_end"), "length"
 )
 STATUS = ((Busy, 429), (Closing, 503), (DetachedError, 503), (Failed, 500), (ValueError, 400))
+LEAST_LOGPROB = -9999.0  # OpenAI's, for tokens that a grammar forbids: JSON has no infinity
 LONGEST_MESSAGE = 1000  # characters of an error
 
 
@@ -83,7 +84,7 @@ class AnswerForm:
         if self.num_top is None:
             return None
         scored = [pair for piece in pieces for pair in zip(piece.tokens, piece.logprobs, strict=True)]
-        tops = [[(self.token_text(t), p) for t, p in of.top[: self.num_top]] for _, of in scored]
+        tops = [[(self.token_text(t), max(p, LEAST_LOGPROB)) for t, p in of.top[: self.num_top]] for _, of in scored]
         own = [(self.token_text(token), of.logprob) for token, of in scored]
         if self.is_chat:
             content = [
