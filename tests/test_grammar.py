@@ -389,6 +389,22 @@ def test_a_text_that_is_complete_before_min_new_tokens_is_whole(model, shape, la
     engine.detach()
 
 
+@pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("law", [{}, {"do_sample": True, "seed": 1}], ids=["greedy", "sampled"])
+def test_what_comes_before_a_law_that_leaves_no_token_is_kept(model, shape, law):
+    engine = engine_of(model, shape and "eagle3", shape, cuda_graph=None, logprobs=1)
+    given = {"grammar": {"choice": ["blue"]}, "suppress_tokens": [EOS], "max_new_tokens": 9, **law}
+    with pytest.warns(UserWarning, match="not finite after 3 tokens, or its grammar and its bans leave no token"):
+        out = engine.generate(PROMPTS, **given)
+    assert (out.finish_reasons, out.texts) == (["error"] * 3, ["blue"] * 3)
+    assert [len(r.logprobs) for r in out.requests] == list(map(len, out.tokens))
+    for more, reason, text in (({"max_new_tokens": 3}, "length", "blue"), ({"stop": "lu"}, "stop_string", "b")):
+        out = engine.generate(PROMPTS, **given | more)
+        assert (out.finish_reasons, out.texts) == ([reason] * 3, [text] * 3)
+    engine.check_integrity()
+    engine.detach()
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [

@@ -186,7 +186,8 @@ def test_one_bad_number_on_the_longest_path_ends_its_request_alone(kind, node, b
     got = decide(OPS, broken)
     same(got, decide(TORCH_OPS, broken))
     assert got.invalid.tolist() == [False, True, False]
-    assert got.accept_lens[1] == 1 and got.tokens[1, 0] == 0 and got.tokens[1, 1:].eq(-1).all()
+    assert got.accept_lens[1] == node + 1 and got.tokens[1, node] == 0 and got.tokens[1, node + 1 :].eq(-1).all()
+    assert torch.equal(got.tokens[1, :node], draft.tokens[1, 1 : node + 1])
     for a, b in zip(got, healthy, strict=True):
         assert torch.equal(a[[0, 2]], b[[0, 2]])
 

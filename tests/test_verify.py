@@ -364,10 +364,9 @@ def test_an_invalid_row_ends_alone(way: str, value: float) -> None:
     logits[2, 0] = -math.inf  # no token is possible
     verified = verify_all_ways(logits, logits.softmax(-1), tree)[way]
     assert verified.invalid.tolist() == [True, False, True, False]
-    for row in (0, 2):
-        assert verified.accept_lens[row] == 1
-        assert verified.accept_index[row].tolist() == [0, -1, -1, -1]
-        assert verified.tokens[row].tolist() == [0, -1, -1, -1]
+    assert verified.accept_lens[[0, 2]].tolist() == [2, 1]
+    assert verified.accept_index[[0, 2]].tolist() == [[0, 1, -1, -1], [0, -1, -1, -1]]
+    assert verified.tokens[[0, 2]].tolist() == [[2, 0, -1, -1], [0, -1, -1, -1]]
     for row in (1, 3):
         assert_same(VerifyOutput(*(field[row] for field in verified)), VerifyOutput(*(field[row] for field in clean)))
 
@@ -417,6 +416,7 @@ def test_trim_cuts_at_stop_tokens_and_length(
         assert trimmed.accept_index[row].tolist() == [0, 2, 4, 6, 8][: len(kept)] + pad
         assert trimmed.accept_lens[row] == len(kept)
         assert finished[row] == (invalid or len(kept) >= remaining or kept[-1] in stop_ids)
+        assert trimmed.invalid[row] == (invalid and kept == tokens)
 
 
 def test_trim_takes_stop_ids_by_request() -> None:

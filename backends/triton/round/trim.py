@@ -23,6 +23,7 @@ def _trim_kernel(
     out_index,
     out_lens,
     out_tokens,
+    out_invalid,
     W: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -39,12 +40,14 @@ def _trim_kernel(
     # The paddings of both equal each other, but only past accept_lens, where a stop changes nothing.
     is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
     until_stop = tl.min(tl.where(is_stop & (c < W), c + 1, W + 1)).to(tl.int64)
-    length = tl.minimum(tl.load(accept_lens + request), until_stop)
-    length = tl.minimum(length, tl.maximum(left, 0))
-    is_over = (until_stop <= length) | (left <= length) | tl.load(invalid + request)
+    accept_len = tl.load(accept_lens + request)
+    length = tl.minimum(tl.minimum(accept_len, until_stop), tl.maximum(left, 0))
+    is_invalid = tl.load(invalid + request) & (length == accept_len)
+    is_over = (until_stop <= length) | (left <= length) | is_invalid
     tl.store(out_index + at, tl.where(c < length, node, -1), mask=c < W)
     tl.store(out_tokens + at, tl.where(c < length, token, -1), mask=c < W)
     tl.store(out_lens + request, length)
+    tl.store(out_invalid + request, is_invalid)
     tl.store(remaining + row, tl.where(is_over, 0, left - length))
 
 
@@ -91,7 +94,9 @@ def trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, rem
     """
     accept_index, accept_lens, tokens, invalid = (t.contiguous() for t in verified)
     bs, width = tokens.shape
-    out_index, out_lens, out_tokens = (torch.empty_like(t) for t in (accept_index, accept_lens, tokens))
+    out_index, out_lens, out_tokens, out_invalid = (
+        torch.empty_like(t) for t in (accept_index, accept_lens, tokens, invalid)
+    )
     _trim_kernel[(bs,)](
         rows,
         stop_ids,
@@ -103,13 +108,14 @@ def trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, rem
         out_index,
         out_lens,
         out_tokens,
+        out_invalid,
         W=width,
         NUM_STOPS=stop_ids.shape[1],
         BLOCK_W=triton.next_power_of_2(width),
         BLOCK_STOPS=triton.next_power_of_2(stop_ids.shape[1]),
         num_warps=1,
     )
-    return out_index, out_lens, out_tokens, invalid
+    return out_index, out_lens, out_tokens, out_invalid
 
 
 def emit(

@@ -26,14 +26,15 @@ def _at(values, index, n):
 def _store_output(
     path, tokens, is_usable, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W: tl.constexpr
 ):
-    """Write a path (node at depth c, -1 past it), cut to the root if a law on it is unusable; the bonus comes later.
+    """Write a path (node at depth c, -1 past it) up to the first unusable law on it; the bonus comes later.
 
     Returns accept_len and whether the row is invalid.
     """
     is_on_path = (path >= 0) & (c < W)
     usable = _at(is_usable.to(tl.int32), tl.maximum(path, 0), n)
-    invalid = tl.max((is_on_path & (usable == 0)).to(tl.int32)) > 0
-    path = tl.where((invalid & (c > 0)) | (c >= W), -1, path)
+    end = tl.min(tl.where(is_on_path & (usable == 0), c, W))
+    invalid = end < W
+    path = tl.where((c > end) | (c >= W), -1, path)
     accept_len = tl.sum((path >= 0).to(tl.int32))
     next_node = _at(path, c + 1, c)
     drafts = _at(tokens, tl.maximum(next_node, 0), n)

@@ -57,21 +57,16 @@ class Delivery:
         emitted = unpack(row, self._config.logprobs, self._config.digests)
         assert emitted.tokens, "a running request emitted nothing: host and device disagree on who runs"
         request.num_certain += len(emitted.tokens) - 1
-        if emitted.is_invalid:
-            request.finish_reason = "error"
-            self._scheduler.forget_prefixes()  # its prompt's K/V may be in there
-            message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
-            if request.constraint is not None and request.sampling.has_processors:
-                message += ", or its grammar and its bans leave no token"
-            warnings.warn(message, stacklevel=7)
-            return
-        num_before, count = len(request.tokens), len(emitted.tokens)
+        tokens = emitted.tokens[: len(emitted.tokens) - emitted.is_invalid]
+        num_before, count = len(request.tokens), len(tokens)
         if request.constraint is not None:
-            count = request.constraint.advance(emitted.tokens)
+            count = request.constraint.advance(tokens)
         if count:
-            request.take(emitted.tokens[:count], emitted.logprobs[:count], emitted.digests[:count])
-        if count < len(emitted.tokens) and request.finish_reason is None:
+            request.take(tokens[:count], emitted.logprobs[:count], emitted.digests[:count])
+        if count < len(tokens) and request.finish_reason is None:
             _end_dead(request)
+        if emitted.is_invalid and request.finish_reason is None:
+            self._end_invalid(request)
         if is_round:
             for stats in (request.acceptance, self.acceptance):
                 stats.add(len(request.tokens) - num_before)
@@ -79,6 +74,15 @@ class Delivery:
         # Stop strings, which only text shows, and dead ends are what the device does not see.
         is_over, reason = request.finish_reason is not None, request.finish_reason
         assert is_over == emitted.is_finished or reason in ("stop_string", "dead_end"), "host and device disagree"
+
+    def _end_invalid(self, request: Request) -> None:
+        """End a request after whose text the target's logits are not finite."""
+        request.finish_reason = "error"
+        self._scheduler.forget_prefixes()  # its prompt's K/V may be in there
+        message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
+        if request.constraint is not None and request.sampling.has_processors:
+            message += ", or its grammar and its bans leave no token"
+        warnings.warn(message, stacklevel=8)
 
 
 def _end_dead(request: Request) -> None:

@@ -17,7 +17,8 @@ NUM_FLAGS = 3  # accept_len, invalid, finished
 
 
 class Emitted(NamedTuple):
-    """Tokens one request emitted; is_invalid: its logits were not finite; is_finished: it will emit no more."""
+    """Tokens one request emitted; is_invalid: logits after them were not finite, and the last of them means nothing;
+    is_finished: it will emit no more."""
 
     tokens: list[int]
     is_invalid: bool

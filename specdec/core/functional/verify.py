@@ -19,7 +19,7 @@ class VerifyOutput(NamedTuple):
     accept_index: Tensor  # [bs, S+1], int64; the accepted node of each depth, column 0 is the root
     accept_lens: Tensor  # [bs], int64, 1..S+1: tokens emitted, bonus included (0 only after `trim`)
     tokens: Tensor  # [bs, S+1], int64; the accepted drafts, then the bonus token
-    invalid: Tensor  # [bs], bool; the target was not finite at a node of the path: one meaningless token, 0
+    invalid: Tensor  # [bs], bool; the target was not finite at the path's last node: the last token is 0, meaningless
 
 
 def verify_greedy(logits: Tensor, tree: Tree, num_steps: int) -> VerifyOutput:
@@ -138,7 +138,7 @@ def trim(verified: VerifyOutput, stop_ids: Tensor, remaining: Tensor) -> tuple[V
 
     stop_ids: [n_stop] or [bs, n_stop], int64, -1 is padding. remaining: [bs], int64; at most 0 emits nothing.
     Returns the shortened output and finished [bs], bool: a stop token came, `remaining` is used up, or the row is
-    invalid.
+    invalid, which one that is cut is no longer.
     """
     columns = torch.arange(verified.tokens.shape[1], device=verified.tokens.device)
     # The padding of tokens equals that of stop_ids, but only past accept_lens, where a stop changes nothing.
@@ -152,20 +152,22 @@ def trim(verified: VerifyOutput, stop_ids: Tensor, remaining: Tensor) -> tuple[V
         accept_index=verified.accept_index.masked_fill(is_past, -1),
         accept_lens=accept_lens,
         tokens=verified.tokens.masked_fill(is_past, -1),
+        invalid=verified.invalid & (accept_lens == verified.accept_lens),
     )
     return trimmed, finished
 
 
 def _verified(accept_index: Tensor, bonus: Tensor, tree: Tree, is_usable: Tensor) -> VerifyOutput:
-    """Assemble the output of a path; an invalid row is cut down to the root, token 0.
+    """Assemble the output of a path, which ends at the first node whose law cannot be used, with token 0.
 
     accept_index: [bs, S+1], int64, -1 past the path; bonus: [bs], int64; is_usable: [bs, D], bool, by node.
     The nodes of the path are the ones whose law was used.
     """
     is_on_path = accept_index >= 0
-    invalid = (is_on_path & ~is_usable.gather(1, accept_index.clamp(min=0))).any(1)
+    is_broken = is_on_path & ~is_usable.gather(1, accept_index.clamp(min=0))
+    invalid, num_broken = is_broken.any(1), is_broken.long().cumsum(1)
     columns = torch.arange(accept_index.shape[1], device=accept_index.device)
-    accept_index = torch.where(invalid[:, None] & (columns > 0), -1, accept_index)
+    accept_index = torch.where(num_broken > is_broken, -1, accept_index)
     accept_lens = (accept_index >= 0).sum(1)
 
     path_tokens = tree.tokens.gather(1, accept_index.clamp(min=0))
