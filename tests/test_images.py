@@ -97,6 +97,9 @@ def test_padded_batches_and_inputs_by_name(models, kind):
         assert out.tokens == [expected[0], expected[2]]
         with engine.install():
             assert greedy(model, batch) == out.tokens
+            for name in ("output_scores", "output_logits"):
+                with pytest.raises(ValueError, match=f"{name}: the engine scores texts without images only"):
+                    model.generate(**batch, max_new_tokens=2, return_dict_in_generate=True, **{name: True})
         mask = torch.ones(1, len(TEXT), dtype=torch.long)
         with pytest.raises(ValueError, match="position_ids: the engine has the model compute them"):
             _check_rotary(engine._requests([TEXT]), mask, mask.expand(4, -1, -1))

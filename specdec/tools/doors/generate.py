@@ -195,6 +195,7 @@ def _read(
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
+    wanted = [name for name in ("output_scores", "output_logits") if getattr(config, name)]
     config = _without_ends(config)
     settings = Settings.merge(None, config)  # ValueError names the first that the engine does not honour
     if not bool(mask.all()):
@@ -219,6 +220,8 @@ def _read(
     if images:
         images |= {"position_ids": positions} if positions is not None and positions.dim() == 3 else {}
         embed_prompts(engine._attached(), requests, {"input_ids": input_ids, "attention_mask": mask, **images})
+    if wanted and any(request.embedded is not None for request in requests):
+        raise ValueError(f"{wanted[0]}: the engine scores texts without images only; leave it out, or uninstall()")
     _check_rotary(requests, mask, positions)
     pad = getattr(config, "_pad_token_tensor", None)
     pad_token = 0 if pad is None else int(pad)
