@@ -100,7 +100,7 @@ def test_folders_are_loaded_with_their_processor(model, processor, tmp_path):
         assert read_processor(tmp_path, loaded) is None
 
 
-def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch):
+def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch, tmp_path):
     def part(url):
         return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
 
@@ -109,7 +109,8 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch):
     text = processor.tokenizer.decode(expected)
     body = {"max_tokens": 8, "ignore_eos": True}
     monkeypatch.setattr(limits, "MOST_PIXELS", 10_000)
-    with specdec.attach(model, tokenizer=processor, **ON) as engine, serving(engine) as served:
+    log = (tmp_path / "log").open("w")
+    with log, specdec.attach(model, tokenizer=processor, **ON) as engine, serving(engine, log=log) as served:
         answer = served.post({**body, "messages": chat(part(data_url(image))), "n": 2}).json()
         assert [choice["message"]["content"] for choice in answer["choices"]] == [text] * 2
         plain = served.post({**body, "messages": [{"role": "user", "content": "w7 w8"}]}).json()
@@ -134,3 +135,4 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch):
             refused = served.post({**body, "messages": chat(*images)})
             assert refused.status_code == 400 and told in refused.json()["error"]["message"], refused.text
         served.assert_free()
+    assert len((tmp_path / "log").read_text().splitlines()) == 1, "ids alone say nothing of images"

@@ -49,7 +49,7 @@ class StreamPiece(NamedTuple):
 
 class Intake:
     """Lets texts join while rows or `max_waiting` places are free. num_tokens: of those that have ended. log: takes the
-    token ids of complete texts, a line of JSON each.
+    token ids of complete texts, a line of JSON each, but of those about images, which ids do not hold.
 
     One event loop uses it; other threads may only `drain` it and read it.
     """
@@ -108,6 +108,7 @@ class Intake:
         watch = asyncio.ensure_future(_fail_when(gone, call))
         num_given = [0] * len(requests)  # tokens whose log-probabilities have been handed out
         left = dict(enumerate(requests))
+        logged = [request for request in requests if request.embedded is None and self._log is not None]
         try:
             yield StreamPiece(0, "", None)
             async with aclosing(self.engine._arun(call)) as run:
@@ -125,7 +126,8 @@ class Intake:
                             yield StreamPiece(choice, text, reason, tokens if scores else (), scores)
                         if reason:
                             del left[choice]
-                            self._write(request)
+                            if request in logged:
+                                self._write(request)
         except (Closing, Gone, DetachedError):
             raise
         except Exception as error:
@@ -143,9 +145,8 @@ class Intake:
                 self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._end_all)
 
     def _write(self, request: Request) -> None:
-        if self._log is not None:
-            ids = {"prompt_token_ids": list(request.prompt_ids), "token_ids": list(request.tokens)}
-            print(json.dumps(ids), file=self._log, flush=True)
+        ids = {"prompt_token_ids": list(request.prompt_ids), "token_ids": list(request.tokens)}
+        print(json.dumps(ids), file=self._log, flush=True)
 
     def _end_all(self) -> None:
         for call in list(self._calls):
