@@ -49,6 +49,7 @@ class Lora:
         self.numbers = {name: i for i, name in enumerate(dict.fromkeys(adapters), 1)}
         self._loaded = [name for name in self.numbers if name not in files]
         found = {name: _placed(model, stack, name, read_lora(source)) for name, source in files.items()}
+        self._placed = {layer for of_one in found.values() for layer in of_one}
         found |= {name: _loaded(model, stack, name) for name in self._loaded}
         rank = max(len(low.a) for of_one in found.values() for low in of_one.values())
         if rank > MAX_RANK:
@@ -59,7 +60,10 @@ class Lora:
         self._fill(found)
 
     def refresh(self) -> None:
-        """Copy the matrices of adapters that are loaded in the model again; ValueError for one that cannot be read."""
+        """Copy the matrices of adapters that are loaded in the model again; ValueError for one that cannot be read, and
+        for layers that left the model with what files have for them."""
+        if not self._placed <= {*self._model.modules()}:
+            raise ValueError("adapters were read from files for layers that are gone")
         self._fill({name: _loaded(self._model, self._stack, name) for name in self._loaded})
 
     def follows(self, change: Change) -> bool:
