@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 from contextlib import nullcontext
 
@@ -258,6 +259,12 @@ def test_what_adapters_cannot_be_is_refused_by_name(two, saved, tmp_path):
     refused(r"no LoRA adapter 'a' loaded \(it has none\)", ["a"], model)
     refused("use_dora=True, bias='all': expected low-rank products.*merge", changed(use_dora=True, bias="all"), model)
     refused("peft_type='LOHA': expected LORA", changed(peft_type="LOHA"), model)
+    for config in ({"lora_alpha": None}, {"lora_alpha": "x"}, {"lora_alpha": math.inf}, {"alpha_pattern": 3}):
+        refused("lora_alpha=.*: expected a number, and numbers by regular", changed(**config), model)
+    refused("alpha_pattern={'\\(': 4}: expected a number", changed(alpha_pattern={"(": 4}), model)
+    refused("its matrices are not finite", changed(lambda t: {key: v * math.nan for key, v in t.items()}), model)
+    nothing = {key: t[:0] if "lora_A" in key else t[:, :0] for key, t in load_file(saved["a"] / FILE).items()}
+    refused(r"lora_A \[0, 64\], but lora_B \[64, 0\]", changed(lambda t: nothing), model)
     embedding = "base_model.model.model.embed_tokens.lora_embedding_A"
     refused(f"{embedding}.*expected lora_A", changed(lambda t: t | {embedding: torch.ones(2, 2)}), model)
     wrong = {"base_model.model.lm_head.lora_A.weight": torch.ones(2, 64)}

@@ -3,6 +3,7 @@
 What is not a low-rank product beside a linear layer (DoRA, biases, embeddings, whole modules) is refused by name.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -64,17 +65,27 @@ def read_lora(path_or_id: str | Path) -> dict[str, LowRank]:
             found.setdefault(match[1], {})[match[2]] = tensor
     whole = {name: (pair["A"], pair["B"]) for name, pair in found.items() if len(pair) == 2}
     problems += [f"{name} has lora_{next(iter(found[name]))} alone" for name in found.keys() - whole.keys()]
-    odd = {name: pair for name, pair in whole.items() if len(pair[0]) != pair[1].shape[1]}
+    odd = {name: pair for name, pair in whole.items() if not 0 < len(pair[0]) == pair[1].shape[1]}
     problems += [f"{name}: lora_A {[*a.shape]}, but lora_B {[*b.shape]}" for name, (a, b) in odd.items()]
+    broken = [name for name, pair in whole.items() if not all(t.float().isfinite().all() for t in pair)]
+    problems += [f"{name}: its matrices are not finite" for name in broken]
     if not (whole or problems):
         problems.append("it has no matrices")
+    scales: dict[str, float] = {}
+    try:
+        scales = {name: _scale(config, name, len(a)) for name, (a, _) in whole.items() if name not in odd}
+    except (AttributeError, TypeError, ValueError, re.error) as error:
+        given = ", ".join(f"{name}={config.get(name)!r}" for name in ("lora_alpha", "alpha_pattern"))
+        problems.append(f"{given}: expected a number, and numbers by regular expressions of names: {error}")
     if problems:
         raise CheckpointError(str(path_or_id), problems)
-    return {name: LowRank(a, b, _scale(config, name, len(a))) for name, (a, b) in whole.items()}
+    return {name: LowRank(a, b, scales[name]) for name, (a, b) in whole.items()}
 
 
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
     """Return alpha / r, or alpha / sqrt(r) of rsLoRA; alpha_pattern has regular expressions for ends of names."""
     patterns = config.get("alpha_pattern") or {}
     alpha = next((v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", name)), config.get("lora_alpha", 8))
-    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+    if not math.isfinite(alpha):
+        raise ValueError(f"{alpha} is not finite")
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
