@@ -39,7 +39,7 @@ TILES = Tiles(
 )
 
 
-_quantise = {False: CachedLaunch(_quantise_kernel), True: CachedLaunch(_quantise_kernel, num_warps=16)}  # by row
+_by_group, _by_row = CachedLaunch(_quantise_kernel), CachedLaunch(_quantise_kernel, num_warps=16)
 
 
 def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +51,8 @@ def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]
     scales = torch.empty(num_rows, num, dtype=torch.float32, device=x.device)
     if num_rows:
         grid = num_rows, triton.cdiv(num, together)
-        _quantise[by_row](grid, x, out, scales, x.stride(0) // 16, K=K, GROUP=group, GROUPS=together)
+        launch = _by_row if by_row else _by_group
+        launch(grid, x, out, scales, x.stride(0) // 16, K=K, GROUP=group, GROUPS=together)
     return out, scales
 
 
