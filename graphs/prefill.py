@@ -19,19 +19,12 @@ MAX_PADDING = 2.0  # a replay may cover this many times the live tokens
 MAX_BUSY_PADDING = 1.02  # where launches are hidden anyway
 
 
-def reject_target_verify(mode: ForwardMode) -> Decision:
-    """Reject TARGET_VERIFY batches, whatever their size: the first rule of every prefill runner."""
-    if mode is ForwardMode.TARGET_VERIFY:
-        return Decision(False, "a TARGET_VERIFY batch is not a prefill: rounds have graphs of their own")
-    return Decision(True)
-
-
 def check_mode(mode: ForwardMode) -> Decision:
     """Accept only EXTEND batches, which are prefills."""
-    verify = reject_target_verify(mode)
-    if not verify.ok or mode is ForwardMode.EXTEND:
-        return verify
-    return Decision(False, f"a {mode.name} batch is not a prefill")
+    if mode is ForwardMode.EXTEND:
+        return Decision(True)
+    own = ": rounds have graphs of their own" if mode is ForwardMode.TARGET_VERIFY else ""
+    return Decision(False, f"a {mode.name} batch is not a prefill{own}")
 
 
 def check_padding(num_tokens: int, size: int, device_bound_from: int | None = None) -> Decision:

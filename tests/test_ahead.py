@@ -11,7 +11,6 @@ import specdec
 from specdec.backends import BACKENDS, TorchBackend, comm, compiling_kernels
 from specdec.backends.library import define_op
 from specdec.core.prefill.whole import WholeProgram
-from specdec.core.round.graphs import first_token_part
 from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build, rehearse
 from specdec.graphs.compile.trace import trace
 from specdec.graphs.once import equal_parts_once, is_once
@@ -198,7 +197,7 @@ def test_every_body_can_do_without_its_launches(monkeypatch, algo, shape):
         hidden = torch.full((2, core.target.spec.hidden_size), torch.nan)
         for kind in ("greedy", "sampled", "filtered", "processed_greedy", "processed"):
             core.round.play(kind, rows)
-            first_token_part(core.round, kind, rows, hidden)
+            core.round.first_tokens(kind, rows, core.target.head(hidden))
         whole = WholeProgram(core.prefill.programs._parts, core.round, lambda: None)
         whole.run("greedy, fresh", torch.zeros(16, 2, dtype=torch.int64), torch.zeros(4, 8, dtype=torch.int64))
 

@@ -38,13 +38,13 @@ from specdec.reach.targets.admission.masks import Reach, classify_mask
 triton = pytest.importorskip("triton")
 from specdec.backends.triton import backend  # noqa: E402
 from specdec.backends.triton.attention import tiling  # noqa: E402
-from specdec.backends.triton.attention.chunks import begin_of, chunk_of, most_chunks, tile_span  # noqa: E402
+from specdec.backends.triton.attention.chunks import chunk_of, most_chunks, tile_span  # noqa: E402
 from specdec.backends.triton.attention.metadata import TRITON_METADATA  # noqa: E402
 from specdec.backends.triton.attention.plan import split_plan  # noqa: E402
-from specdec.backends.triton.attention.plan_reference import split_plan_reference  # noqa: E402
 from specdec.backends.triton.attention.store import store_kv  # noqa: E402
 from specdec.backends.triton.backend import TritonBackend  # noqa: E402
 from tests.ancestors import words_of  # noqa: E402
+from tests.split_plan import begin_of, split_plan_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative to the reference's norm

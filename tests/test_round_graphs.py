@@ -17,7 +17,6 @@ from specdec.core.errors import CapacityError, GraphError
 from specdec.core.functional.sampling import SamplingKind
 from specdec.core.functional.tree import Tree
 from specdec.core.functional.verify import VerifyOutput, impose_acceptance
-from specdec.core.round.graphs import first_token_part
 from specdec.reach.assembly.memory import check_fits
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy, ragged_prompts
@@ -122,7 +121,8 @@ def test_replay_equals_eager_for_every_runner_and_batch(algo, shape, kind):
             if name == "first_token":
                 hidden = torch.randn(num, program.target.spec.hidden_size, device=DEVICE)
                 inputs = {"rows": rows, "hidden": hidden}
-                eager = lambda rows=rows, hidden=hidden: first_token_part(program, kind, rows, hidden)  # noqa: E731
+                logits = program.target.head(hidden)
+                eager = lambda rows=rows, logits=logits: program.first_tokens(kind, rows, logits)  # noqa: E731
             elif name == "draft_begin":
                 states = torch.randn(num, program.worker.hidden_size, device=DEVICE)
                 inputs = {"rows": rows, **({"states": states} if states.numel() else {})}

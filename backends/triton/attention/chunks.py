@@ -19,7 +19,7 @@ def chunk_at(position):
 
 @triton.jit
 def chunk_begin(n):
-    """Return the first position of chunk `n`. Twin: `begin_of`."""
+    """Return the first position of chunk `n`. Twin: `tests.split_plan.begin_of`."""
     return tl.maximum(tl.maximum(n, 2 * (n - 2)), tl.maximum(4 * (n - 6), 16 * (n - 30))) * UNIT
 
 
@@ -47,8 +47,3 @@ def chunk_of(position: int) -> int:
     """Return the number of the chunk that holds `position`."""
     u = position // UNIT.value
     return min(u, u // 2 + 2, u // 4 + 6, u // 16 + 30)
-
-
-def begin_of(n: int) -> int:
-    """Return the first position of chunk `n`."""
-    return UNIT.value * max(n, 2 * (n - 2), 4 * (n - 6), 16 * (n - 30))

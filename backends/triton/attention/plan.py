@@ -232,7 +232,7 @@ def split_plan(
     num_tiles, max_chunks: host upper bounds of the tiles and of a tile's chunks; resident: items that run at once per
     KV head; window: 0 for none; max_partials: of split tiles, fewer are split if there would be more. is_small: the
     kernel that is quicker for up to FEW requests, and right for more. limits: see `AttentionMetadata`.
-    Twin: `split_plan_reference`.
+    Twin: `tests.split_plan.split_plan_reference`.
     """
     device, bs = prefix_lens.device, prefix_lens.shape[0]
     # A split tile has two shares or more, so these are all that there can be; pieces beyond the tiles are shares.

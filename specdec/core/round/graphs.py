@@ -54,17 +54,20 @@ class RoundGraphs:
         def spec(name: str, width: int, dtype: torch.dtype) -> BufferSpec:
             return BufferSpec(name, lambda n: (n, width), dtype, pad=0.0)
 
+        def first_tokens(kind: str, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            return program.first_tokens(kind, rows, target.head(hidden))
+
         hidden = spec("hidden", target.spec.hidden_size, target.dtype)
         made = [
             *(GraphRunner(name, partial(program.play, shape=s), [rows], setup) for s, name in self._names.items()),
-            GraphRunner("first_token", partial(first_token_part, program), [rows, hidden], setup),
+            GraphRunner("first_token", first_tokens, [rows, hidden], setup),
         ]
         once = replace(setup, variants=config.graph_kinds[:1])  # what samples nothing: one kind serves all
         if worker.has_begin:
             states = [spec("states", worker.hidden_size, worker.dtype or target.dtype)] if worker.hidden_size else []
-            made.append(GraphRunner("draft_begin", partial(begin_part, program), [rows, *states], once))
+            made.append(GraphRunner("draft_begin", lambda _, **given: program.begin(**given), [rows, *states], once))
         if program.catch_up is not None:
-            made.append(GraphRunner("catch_up", partial(follow_part, program), [rows], once))
+            made.append(GraphRunner("catch_up", lambda _, **given: program.follow(**given), [rows], once))
         self.runners = {runner.name: runner for runner in made}
         self._settle = parts.target.settle
 
@@ -107,24 +110,3 @@ def runner_name(shape: Shape, config: EngineConfig) -> str:
     if not shape.num_steps:
         return "decode"
     return "round" if config.auto_steps is None else f"round {shape}"
-
-
-def first_token_part(program: Round, kind: str, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Run the head over the last rows of prompts, then Round.first_tokens."""
-    return program.first_tokens(kind, rows, program.target.head(hidden))
-
-
-def begin_part(
-    program: Round,
-    kind: str,
-    rows: torch.Tensor,
-    states: torch.Tensor | None = None,
-    max_prefix: int | None = None,
-) -> torch.Tensor:
-    """Run Round.begin, which is the same for every kind."""
-    return program.begin(rows, states, max_prefix)
-
-
-def follow_part(program: Round, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
-    """Run Round.follow, which is the same for every kind."""
-    return program.follow(rows, max_prefix)

@@ -1,6 +1,6 @@
-"""Specification, in plain Python, of what `backends.triton.attention.plan` does on the device."""
+"""Specification, in plain Python, of the plan that `backends.triton.attention.plan` writes on the device."""
 
-from specdec.backends.triton.attention.chunks import begin_of, chunk_of
+from specdec.backends.triton.attention.chunks import UNIT, chunk_of
 
 
 def split_plan_reference(
@@ -66,3 +66,8 @@ def split_plan_reference(
                 items.append([request, m_block, kv_begin, kv_end, *at])
         state += states
     return items, tree_states
+
+
+def begin_of(n: int) -> int:
+    """Return the first position of chunk `n`."""
+    return UNIT.value * max(n, 2 * (n - 2), 4 * (n - 6), 16 * (n - 30))
