@@ -3,27 +3,43 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
 T = TypeVar("T")
 LIBRARY = torch.library.Library("specdec", "FRAGMENT")
-RUN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # by the name of an op: on CPUs, and on CUDA
+RUN: dict[str, Callable[..., Any]] = {}  # by the name of an op: what it runs
 
 
-def define_op(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], on_cuda: Callable[..., Any] | None = None
-) -> None:
-    """Define `specdec::NAME(...)`. run: on every device, or with on_cuda on CPUs; fake: makes results of the right
-    shape and dtype. Plain Library calls: `torch.library.custom_op` would add microseconds to every call on a CPU."""
+def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define `specdec::NAME(...)`. fake: makes results of the right shape and dtype.
+
+    Plain Library calls: `torch.library.custom_op` would add microseconds to every call on a CPU.
+    """
     name = schema.partition("(")[0]
-    RUN[name] = run, on_cuda or run
+    RUN[name] = run
     LIBRARY.define(schema)
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd" if on_cuda is None else "CPU")
-    if on_cuda is not None:
-        LIBRARY.impl(name, on_cuda, "CUDA")
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"specdec::{name}", fake, lib=LIBRARY)
+
+
+def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Define an op that runs the decorated function, whose name calls the op from then on; see `define_op`."""
+
+    def define(run: Callable[P, T]) -> Callable[P, T]:
+        define_op(schema, run, fake)
+        overload = getattr(torch.ops.specdec, schema.partition("(")[0]).default
+
+        @wraps(run)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            return overload(*args, **kwargs)
+
+        return call
+
+    return define
 
 
 class Scope(Generic[T]):

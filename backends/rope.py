@@ -4,7 +4,7 @@ backends do when the caller passes the tables with un-rotated queries and keys; 
 import torch
 
 from specdec.backends.base import AnyRope, NormedRope, Rope
-from specdec.backends.library import define_op
+from specdec.backends.library import op
 from specdec.backends.linear.reference import rms_norm_twin
 
 
@@ -33,6 +33,13 @@ def prepare(q: torch.Tensor, k: torch.Tensor, rope: AnyRope) -> tuple[torch.Tens
     return rotate(q, rope), rotate(k, rope)
 
 
+@op(
+    "rope_tables(Tensor positions, Tensor frequencies, float scale, bool is_doubled, ScalarType dtype)"
+    " -> (Tensor, Tensor)",
+    lambda positions, frequencies, _, is_doubled, dtype: tuple(
+        positions.new_empty(*positions.shape, len(frequencies) * (1 + is_doubled), dtype=dtype) for _ in range(2)
+    ),
+)
 def rope_tables(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: float, is_doubled: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,19 +61,3 @@ def rope_tables_twin(
     angles = positions.unsqueeze(-1).float() * frequencies.float()
     angles = torch.cat([angles, angles], -1) if is_doubled else angles
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-
-
-def _fake(
-    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, is_doubled: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    size = frequencies.shape[0] * (2 if is_doubled else 1)
-    cos, sin = (positions.new_empty(*positions.shape, size, dtype=dtype) for _ in range(2))
-    return cos, sin
-
-
-define_op(
-    "rope_tables(Tensor positions, Tensor frequencies, float scale, bool is_doubled, ScalarType dtype)"
-    " -> (Tensor, Tensor)",
-    rope_tables,
-    _fake,
-)

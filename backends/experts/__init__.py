@@ -6,16 +6,22 @@ kernels of ours run it: it can be captured, in prefills too.
 
 import importlib.util
 from functools import cache
-from typing import Any
 
 import torch
 
 from specdec.backends.gates import gate_twin
-from specdec.backends.library import define_op
+from specdec.backends.library import op
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@op(
+    "grouped_linear(Tensor x, Tensor expert_ids, Tensor weight, Tensor? bias=None, bool is_transposed=False, "
+    "str activation='') -> Tensor",
+    lambda x, ids, weight, bias=None, is_transposed=False, activation="": x.new_empty(
+        ids.numel(), weight.shape[2 if is_transposed else 1] // (2 if activation else 1)
+    ),
+)
 def grouped_linear(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -33,8 +39,14 @@ def grouped_linear(
 
     activation: of `linear.gated_linear`, or "swigluoai", GPT-OSS's gate, whose gate and up take turns in the columns;
     the result is then activation(gate) * up, [T*k, N / 2].
+
+    On CUDA the twin, which waits for the host, runs where Triton is not installed, and in other dtypes.
     """
-    return torch.ops.specdec.grouped_linear.default(x, expert_ids, weight, bias, is_transposed, activation)
+    if not x.is_cuda or weight.dtype not in KERNEL_DTYPES or not has_triton():
+        return grouped_linear_twin(x, expert_ids, weight, bias, is_transposed, activation)
+    from specdec.backends.triton.experts import products as experts
+
+    return experts.grouped_linear(x, expert_ids, weight, bias, is_transposed, activation)
 
 
 def grouped_linear_twin(
@@ -61,32 +73,3 @@ def grouped_linear_twin(
 def has_triton() -> bool:
     """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-def _on_cuda(x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Run the kernels; the twin, which waits for the host, where Triton is not installed, and in other dtypes."""
-    if weight.dtype not in KERNEL_DTYPES or not has_triton():
-        return grouped_linear_twin(x, expert_ids, weight, *rest)
-    from specdec.backends.triton.experts import products as experts
-
-    return experts.grouped_linear(x, expert_ids, weight, *rest)
-
-
-def _fake(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    is_transposed: bool = False,
-    activation: str = "",
-) -> torch.Tensor:
-    return x.new_empty(expert_ids.numel(), weight.shape[2 if is_transposed else 1] // (2 if activation else 1))
-
-
-define_op(
-    "grouped_linear(Tensor x, Tensor expert_ids, Tensor weight, Tensor? bias=None, bool is_transposed=False, "
-    "str activation='') -> Tensor",
-    grouped_linear_twin,
-    _fake,
-    _on_cuda,
-)

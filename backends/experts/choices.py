@@ -4,34 +4,42 @@ A row's bits depend on that row alone. Traces call `top_scores` for `torch.topk`
 more, and for the softmax before or after it.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from specdec.backends.experts import has_triton
-from specdec.backends.library import define_op
+from specdec.backends.library import op
 
 MOST_SCORES, MOST_CHOSEN = 1024, 32  # of a row
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class TopScores(NamedTuple):
-    """The k best of each row: values [..., k], the largest first, and indices [..., k] int64."""
-
-    values: torch.Tensor
-    indices: torch.Tensor
-
-
-def top_scores(scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None) -> TopScores:
-    """Choose the k largest of each row of scores [..., E], of equal ones those of lower index.
+@op(
+    "top_scores(Tensor scores, int k, str softmax='', ScalarType? dtype=None) -> (Tensor, Tensor)",
+    lambda scores, k, softmax="", dtype=None: tuple(
+        scores.new_empty(*scores.shape[:-1], k, dtype=own) for own in (dtype or scores.dtype, torch.int64)
+    ),
+)
+def top_scores(
+    scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the k largest of each row of scores [..., E], of equal ones those of lower index: values [..., k], the
+    largest first, and indices [..., k] int64.
 
     softmax: "all" for values of the softmax over all scores, "chosen" for one over the chosen scores, "" for the scores
     themselves. dtype: of the values; else that of scores. Of equal scores `torch.topk` chooses any.
     """
-    return TopScores(*torch.ops.specdec.top_scores.default(scores, k, softmax, dtype))
+    if not scores.is_cuda or not has_triton():
+        return top_scores_twin(scores, k, softmax, dtype)
+    from specdec.backends.triton.experts import choices
+
+    rows = scores.reshape(-1, scores.shape[-1])
+    values, indices = choices.top_scores(rows if rows.stride(-1) == 1 else rows.contiguous(), k, softmax, dtype)
+    return values.view(*scores.shape[:-1], k), indices.view(*scores.shape[:-1], k)
 
 
-def top_scores_twin(scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None) -> TopScores:
+def top_scores_twin(
+    scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `top_scores`."""
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
     values, indices = values[..., :k], indices[..., :k].contiguous()
@@ -39,7 +47,7 @@ def top_scores_twin(scores: torch.Tensor, k: int, softmax: str = "", dtype: torc
         values = scores.softmax(-1, dtype=torch.float32).gather(-1, indices)
     elif softmax == "chosen":
         values = values.softmax(-1, dtype=torch.float32)
-    return TopScores(values.to(dtype or scores.dtype).contiguous(), indices)
+    return values.to(dtype or scores.dtype).contiguous(), indices
 
 
 def takes(scores: torch.Tensor, k: int) -> bool:
@@ -48,12 +56,20 @@ def takes(scores: torch.Tensor, k: int) -> bool:
     return scores.dtype in DTYPES and num <= MOST_SCORES and 0 < k <= min(num, MOST_CHOSEN)
 
 
+@op(
+    "weighted_sum(Tensor rows, Tensor weights, ScalarType dtype) -> Tensor",
+    lambda rows, weights, dtype: rows.new_empty(weights.shape[0], rows.shape[1], dtype=dtype),
+)
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum over j of rows[t*k+j] * weights[t, j], in the order of j: [T, h] of `dtype`.
 
     rows: [T*k, h]; weights: [T, k]. Products are rounded to the dtype that torch promotes both to, sums at the end.
     """
-    return torch.ops.specdec.weighted_sum.default(rows, weights, dtype)
+    if not rows.is_cuda or rows.dtype not in DTYPES or not has_triton():
+        return weighted_sum_twin(rows, weights, dtype)
+    from specdec.backends.triton.experts import choices
+
+    return choices.weighted_sum(rows, weights, dtype)
 
 
 def weighted_sum_twin(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -63,40 +79,3 @@ def weighted_sum_twin(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dt
     for j in range(1, weights.shape[1]):
         total = total + products[:, j].float()
     return total.to(dtype)
-
-
-def _top_scores_on_cuda(scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None) -> TopScores:
-    if not has_triton():
-        return top_scores_twin(scores, k, softmax, dtype)
-    from specdec.backends.triton.experts import choices
-
-    rows = scores.reshape(-1, scores.shape[-1])
-    found = choices.top_scores(rows if rows.stride(-1) == 1 else rows.contiguous(), k, softmax, dtype)
-    return TopScores(*(t.view(*scores.shape[:-1], k) for t in found))
-
-
-def _weighted_sum_on_cuda(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if rows.dtype not in DTYPES or not has_triton():
-        return weighted_sum_twin(rows, weights, dtype)
-    from specdec.backends.triton.experts import choices
-
-    return choices.weighted_sum(rows, weights, dtype)
-
-
-def _top_scores_fake(scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None) -> TopScores:
-    shape = *scores.shape[:-1], k
-    return TopScores(scores.new_empty(shape, dtype=dtype or scores.dtype), scores.new_empty(shape, dtype=torch.int64))
-
-
-define_op(
-    "top_scores(Tensor scores, int k, str softmax='', ScalarType? dtype=None) -> (Tensor, Tensor)",
-    top_scores_twin,
-    _top_scores_fake,
-    _top_scores_on_cuda,
-)
-define_op(
-    "weighted_sum(Tensor rows, Tensor weights, ScalarType dtype) -> Tensor",
-    weighted_sum_twin,
-    lambda rows, weights, dtype: rows.new_empty(weights.shape[0], rows.shape[1], dtype=dtype),
-    _weighted_sum_on_cuda,
-)

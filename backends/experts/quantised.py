@@ -7,7 +7,7 @@ import torch
 
 from specdec.backends.experts import grouped_linear_twin, has_triton
 from specdec.backends.gates import gate_twin
-from specdec.backends.library import define_op
+from specdec.backends.library import op
 from specdec.backends.linear.fp8 import dequantised
 from specdec.backends.linear.packed import BLOCK, values_of, words_of
 
@@ -16,6 +16,13 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the fourth bit is 
 OFFSET, LARGEST = 126, 128  # what is added to exponents, and the largest that our kernel can have
 
 
+@op(
+    "grouped_mxfp4(Tensor x, Tensor expert_ids, Tensor words, Tensor exponents, Tensor? bias=None, "
+    "str activation='') -> Tensor",
+    lambda x, expert_ids, words, exponents, bias=None, activation="": x.new_empty(
+        expert_ids.numel(), words.shape[2] // (2 if activation else 1)
+    ),
+)
 def grouped_mxfp4(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -29,9 +36,20 @@ def grouped_mxfp4(
     words [E, B, N, 16], exponents [E, B, N] int32: from `pack_mxfp4`. bias: [E, N] float32. activation: "", or
     "swigluoai" for [T*k, N / 2]. Sums, bias and gate are in fp32 and rounded once, as the Hub's kernel does.
     """
-    return torch.ops.specdec.grouped_mxfp4.default(x, expert_ids, words, exponents, bias, activation)
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not has_triton():
+        return grouped_mxfp4_twin(x, expert_ids, words, exponents, bias, activation)
+    from specdec.backends.triton.experts.quantised import grouped
+
+    return grouped(x, None, expert_ids, words, exponents, bias, x.dtype, activation)
 
 
+@op(
+    "grouped_fp8(Tensor x, Tensor row_scales, Tensor expert_ids, Tensor weight, Tensor scales, ScalarType dtype, "
+    "str activation='') -> Tensor",
+    lambda x, row_scales, expert_ids, weight, scales, dtype, activation="": x.new_empty(
+        expert_ids.numel(), weight.shape[1] // (2 if activation else 1), dtype=dtype
+    ),
+)
 def grouped_fp8(
     x: torch.Tensor,
     row_scales: torch.Tensor,
@@ -43,7 +61,11 @@ def grouped_fp8(
 ) -> torch.Tensor:
     """Return [T*k, N] of `dtype`, of x and row_scales from `linear.fp8.quantise`, by weight [E, N, K] FP8 and scales
     [E, N / 128, K / 128] float32, rounded up; K a multiple of 128. activation: "", or "silu" for [T*k, N / 2]."""
-    return torch.ops.specdec.grouped_fp8.default(x, row_scales, expert_ids, weight, scales, dtype, activation)
+    if not x.is_cuda or not has_triton():
+        return grouped_fp8_twin(x, row_scales, expert_ids, weight, scales, dtype, activation)
+    from specdec.backends.triton.experts.quantised import grouped
+
+    return grouped(x, row_scales, expert_ids, weight, scales, None, dtype, activation)
 
 
 def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,54 +117,3 @@ def grouped_fp8_twin(
     experts = torch.stack([dequantised(*of_one) for of_one in zip(weight, scales, strict=True)])
     product = grouped_linear_twin(rows, expert_ids, experts).to(dtype)
     return gate_twin(product, activation) if activation else product
-
-
-def _mxfp4_on_cuda(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    words: torch.Tensor,
-    exponents: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str = "",
-) -> torch.Tensor:
-    if x.dtype != torch.bfloat16 or not has_triton():
-        return grouped_mxfp4_twin(x, expert_ids, words, exponents, bias, activation)
-    from specdec.backends.triton.experts.quantised import grouped
-
-    return grouped(x, None, expert_ids, words, exponents, bias, x.dtype, activation)
-
-
-def _fp8_on_cuda(
-    x: torch.Tensor,
-    row_scales: torch.Tensor,
-    expert_ids: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    dtype: torch.dtype,
-    activation: str = "",
-) -> torch.Tensor:
-    if not has_triton():
-        return grouped_fp8_twin(x, row_scales, expert_ids, weight, scales, dtype, activation)
-    from specdec.backends.triton.experts.quantised import grouped
-
-    return grouped(x, row_scales, expert_ids, weight, scales, None, dtype, activation)
-
-
-define_op(
-    "grouped_mxfp4(Tensor x, Tensor expert_ids, Tensor words, Tensor exponents, Tensor? bias=None, "
-    "str activation='') -> Tensor",
-    grouped_mxfp4_twin,
-    lambda x, expert_ids, words, exponents, bias=None, activation="": x.new_empty(
-        expert_ids.numel(), words.shape[2] // (2 if activation else 1)
-    ),
-    _mxfp4_on_cuda,
-)
-define_op(
-    "grouped_fp8(Tensor x, Tensor row_scales, Tensor expert_ids, Tensor weight, Tensor scales, ScalarType dtype, "
-    "str activation='') -> Tensor",
-    grouped_fp8_twin,
-    lambda x, row_scales, expert_ids, weight, scales, dtype, activation="": x.new_empty(
-        expert_ids.numel(), weight.shape[1] // (2 if activation else 1), dtype=dtype
-    ),
-    _fp8_on_cuda,
-)

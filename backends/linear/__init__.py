@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from specdec.backends.experts import has_triton
 from specdec.backends.gates import ACTIVATIONS, gate_twin
-from specdec.backends.library import define_op
+from specdec.backends.library import op
 from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -20,33 +20,55 @@ NORM_ARGUMENTS = "Tensor weight, float eps, float offset, bool is_late"
 MOST_PARTS = 3  # of a product's columns that have weights of their own, such as Q, K and V
 
 
+@op("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", lambda x, weight, *_: _rows(x, weight.shape[0]))
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x @ weight.T + bias [..., N], contiguous; bias is added before the one rounding.
 
     x: [..., K], its last dim dense. weight: [N, K] with dense rows, bias: [N], both of x's dtype.
     """
-    return torch.ops.specdec.linear.default(x, weight, bias)
+    return _product(x, weight, bias)
 
 
+@op(
+    "wide_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    lambda x, weight, *_: _rows(x, weight.shape[0], dtype=torch.float32),
+)
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return `linear` of 16-bit x and weight without the rounding, in fp32, as routers of experts have it."""
-    return torch.ops.specdec.wide_linear.default(x, weight, bias)
+    if not _is_ours(x, weight):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    from specdec.backends.triton.linear import products
+
+    product = products.product(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, None, torch.float32)
+    return product.view(*x.shape[:-1], product.shape[1])
 
 
+@op(
+    "gated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    lambda x, weight, *_: _rows(x, weight.shape[0] // 2),
+)
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """Return activation(gate) * up [..., I], contiguous, where gate and up are the halves of linear(x, weight, bias).
 
     weight: [2*I, K], gate's rows first. activation: "silu", "gelu" or "gelu_tanh". The product, the activation
     (computed in fp32) and the result are each rounded to x's dtype.
     """
-    return torch.ops.specdec.gated_linear.default(x, weight, bias, activation)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+    return _product(x, weight, bias, activation)
 
 
+@op("gate(Tensor x, str activation) -> Tensor", lambda x, _: _rows(x, x.shape[-1] // 2))
 def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up [..., I], contiguous, of the halves of x [..., 2*I], with `gated_linear`'s bits."""
-    return torch.ops.specdec.gate.default(x, activation)
+    if not has_kernels(x):
+        return gate_twin(x, activation)
+    from specdec.backends.triton.linear import gates
+
+    return gates.gate(x.reshape(-1, x.shape[-1]).contiguous(), activation).view(*x.shape[:-1], x.shape[-1] // 2)
 
 
+@op(f"rms_norm(Tensor x, {NORM_ARGUMENTS}) -> Tensor", lambda x, *_: _rows(x, x.shape[-1]))
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
     """Return the RMS norm of x [..., H] over its last dim, contiguous, in x's dtype; statistics in fp32.
 
@@ -54,17 +76,33 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, i
     else round, then multiply by weight and round again (Llama, Qwen). Rows of x may be strided, such as heads of a
     joined QKV.
     """
-    return torch.ops.specdec.rms_norm.default(x, weight, eps, offset, is_late)
+    if not has_kernels(x):
+        return rms_norm_twin(x, weight, eps, offset, is_late)
+    from specdec.backends.triton.linear import norms
+
+    return norms.rms_norm(x, weight, eps, offset, is_late)
 
 
+@op(
+    f"add_rms_norm(Tensor x, Tensor residual, {NORM_ARGUMENTS}) -> (Tensor, Tensor)",
+    lambda x, *_: (_rows(x, x.shape[-1]), _rows(x, x.shape[-1])),
+)
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `rms_norm` of total, and total = x + residual, rounded to their dtype."""
-    return torch.ops.specdec.add_rms_norm.default(x, residual, weight, eps, offset, is_late)
+    if not has_kernels(x):
+        return add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
+    from specdec.backends.triton.linear import norms
+
+    return norms.add_rms_norm(x, residual, weight, eps, offset, is_late)
 
 
-def _dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+) -> torch.Tensor:
+    if not _is_ours(x, weight):
+        return product_twin(x, weight, bias, activation)
     from specdec.backends.triton.linear import cublas
 
     rows = x.reshape(-1, x.shape[-1])
@@ -72,22 +110,9 @@ def _dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act
     return product.view(*x.shape[:-1], product.shape[1])
 
 
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
-) -> torch.Tensor:
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    has_kernel = has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
-    return (_dense if has_kernel else product_twin)(x, weight, bias, activation)
-
-
-def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not (has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1):
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    from specdec.backends.triton.linear import products
-
-    product = products.product(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, None, torch.float32)
-    return product.view(*x.shape[:-1], product.shape[1])
+def _is_ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether the product of `x` and `weight` has a kernel of ours."""
+    return has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
 
 
 def has_kernels(x: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
@@ -102,56 +127,6 @@ def aligned_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _gate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    if not has_kernels(x):
-        return gate_twin(x, activation)
-    from specdec.backends.triton.linear import gates
-
-    return gates.gate(x.reshape(-1, x.shape[-1]).contiguous(), activation).view(*x.shape[:-1], x.shape[-1] // 2)
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
-    if not has_kernels(x):
-        return rms_norm_twin(x, weight, eps, offset, is_late)
-    from specdec.backends.triton.linear import norms
-
-    return norms.rms_norm(x, weight, eps, offset, is_late)
-
-
-def _add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not has_kernels(x):
-        return add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
-    from specdec.backends.triton.linear import norms
-
-    return norms.add_rms_norm(x, residual, weight, eps, offset, is_late)
-
-
 def _rows(x: torch.Tensor, size: int, **options: Any) -> torch.Tensor:
     """Return an empty tensor of the shape of x but for its last dim."""
     return x.new_empty(*x.shape[:-1], size, **options)
-
-
-define_op(
-    "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
-    _product,
-    lambda x, weight, *_: _rows(x, weight.shape[0]),
-)
-define_op(
-    "wide_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
-    _wide_linear,
-    lambda x, weight, *_: _rows(x, weight.shape[0], dtype=torch.float32),
-)
-define_op(
-    "gated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
-    _product,
-    lambda x, weight, *_: _rows(x, weight.shape[0] // 2),
-)
-define_op("gate(Tensor x, str activation) -> Tensor", _gate, lambda x, _: _rows(x, x.shape[-1] // 2))
-define_op(f"rms_norm(Tensor x, {NORM_ARGUMENTS}) -> Tensor", _rms_norm, lambda x, *_: _rows(x, x.shape[-1]))
-define_op(
-    f"add_rms_norm(Tensor x, Tensor residual, {NORM_ARGUMENTS}) -> (Tensor, Tensor)",
-    _add_rms_norm,
-    lambda x, *_: (_rows(x, x.shape[-1]), _rows(x, x.shape[-1])),
-)

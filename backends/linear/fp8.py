@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.backends.library import define_op
+from specdec.backends.library import op
 from specdec.backends.linear import NORM_ARGUMENTS, aligned_rows, has_kernels
 from specdec.backends.linear.reference import add_rms_norm_twin, joined_twin, rms_norm_twin
 
@@ -18,19 +18,37 @@ DTYPE = torch.float8_e4m3fn
 LARGEST, LEAST = 448.0, 1e-12  # of DTYPE, and of a scale
 
 
+@op("quantise(Tensor x, bool by_row) -> (Tensor, Tensor)", lambda x, by_row: _like_quantised(x, by_row))
 def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [..., K] in FP8 (e4m3) and the scales [..., K / 128] float32 that were taken out: the largest of 128
     features is 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). by_row: the largest of a row is, scales [..., 1]."""
-    return torch.ops.specdec.quantise.default(x, by_row)
+    if not has_kernels(x):
+        return quantise_twin(x, by_row)
+    from specdec.backends.triton.linear.fp8 import quantise as by_kernel
+
+    quantised, scales = by_kernel(aligned_rows(x), by_row)
+    return quantised.view(x.shape), scales.view(*x.shape[:-1], -1)
 
 
+@op(
+    f"rms_norm_fp8(Tensor x, {NORM_ARGUMENTS}, bool by_row) -> (Tensor, Tensor)",
+    lambda x, *given: _like_quantised(x, given[-1]),
+)
 def rms_norm_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `quantise` of `linear.rms_norm`, in one launch."""
-    return torch.ops.specdec.rms_norm_fp8.default(x, weight, eps, offset, is_late, by_row)
+    if not has_kernels(x):
+        return quantise_twin(rms_norm_twin(x, weight, eps, offset, is_late), by_row)
+    from specdec.backends.triton.linear import norms
+
+    return norms.rms_norm_fp8(x, weight, eps, offset, is_late, by_row)
 
 
+@op(
+    f"add_rms_norm_fp8(Tensor x, Tensor residual, {NORM_ARGUMENTS}, bool by_row) -> (Tensor, Tensor, Tensor)",
+    lambda x, *given: (*_like_quantised(x, given[-1]), x.new_empty(x.shape)),
+)
 def add_rms_norm_fp8(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -41,9 +59,21 @@ def add_rms_norm_fp8(
     by_row: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `quantise` of the norm of `linear.add_rms_norm`, and the total, in one launch."""
-    return torch.ops.specdec.add_rms_norm_fp8.default(x, residual, weight, eps, offset, is_late, by_row)
+    if not has_kernels(x):
+        normed, total = add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
+        return *quantise_twin(normed, by_row), total
+    from specdec.backends.triton.linear import norms
+
+    return norms.add_rms_norm_fp8(x, residual, weight, eps, offset, is_late, by_row)
 
 
+@op(
+    "fp8_linear(Tensor x, Tensor row_scales, Tensor[] weights, Tensor[] scales, Tensor[] bias, ScalarType dtype, "
+    "str activation='') -> Tensor",
+    lambda x, _, weights, scales, bias, dtype, activation="": x.new_empty(
+        *x.shape[:-1], sum(w.shape[0] for w in weights) // (2 if activation else 1), dtype=dtype
+    ),
+)
 def fp8_linear(
     x: torch.Tensor,
     row_scales: torch.Tensor,
@@ -59,7 +89,13 @@ def fp8_linear(
     float32: [N / 128, K / 128], rounded up, or [N] for rows that are quantised `by_row`. bias: [N] each, or none at
     all. activation: of `linear.gated_linear`, for two weights.
     """
-    return torch.ops.specdec.fp8_linear.default(x, row_scales, weights, scales, bias, dtype, activation)
+    if not has_kernels(x, dtype):
+        return fp8_linear_twin(x, row_scales, weights, scales, bias, dtype, activation)
+    from specdec.backends.triton.linear.fp8 import fp8_linear as by_kernel
+
+    rows, of_rows = x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
+    product = by_kernel(rows, of_rows, weights, scales, bias, dtype, activation)
+    return product.view(*x.shape[:-1], product.shape[1])
 
 
 def quantise_twin(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,82 +129,7 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return weight.float() * scales.repeat_interleave(BLOCK, 0)[:N].repeat_interleave(BLOCK, 1)[:, :K]
 
 
-def _quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if not has_kernels(x):
-        return quantise_twin(x, by_row)
-    from specdec.backends.triton.linear.fp8 import quantise as by_kernel
-
-    quantised, scales = by_kernel(aligned_rows(x), by_row)
-    return quantised.view(x.shape), scales.view(*x.shape[:-1], -1)
-
-
-def _rms_norm_fp8(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not has_kernels(x):
-        return quantise_twin(rms_norm_twin(x, weight, eps, offset, is_late), by_row)
-    from specdec.backends.triton.linear import norms
-
-    return norms.rms_norm_fp8(x, weight, eps, offset, is_late, by_row)
-
-
-def _add_rms_norm_fp8(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    is_late: bool,
-    by_row: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if not has_kernels(x):
-        normed, total = add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
-        return *quantise_twin(normed, by_row), total
-    from specdec.backends.triton.linear import norms
-
-    return norms.add_rms_norm_fp8(x, residual, weight, eps, offset, is_late, by_row)
-
-
 def _like_quantised(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty tensors like those that `quantise` makes of x."""
     scales = x.new_empty(*x.shape[:-1], 1 if by_row else x.shape[-1] // BLOCK, dtype=torch.float32)
     return x.new_empty(x.shape, dtype=DTYPE), scales
-
-
-def _fp8_linear(
-    x: torch.Tensor,
-    row_scales: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    bias: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    activation: str = "",
-) -> torch.Tensor:
-    if not has_kernels(x, dtype):
-        return fp8_linear_twin(x, row_scales, weights, scales, bias, dtype, activation)
-    from specdec.backends.triton.linear.fp8 import fp8_linear as by_kernel
-
-    rows, of_rows = x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
-    product = by_kernel(rows, of_rows, weights, scales, bias, dtype, activation)
-    return product.view(*x.shape[:-1], product.shape[1])
-
-
-define_op("quantise(Tensor x, bool by_row) -> (Tensor, Tensor)", _quantise, _like_quantised)
-define_op(
-    f"rms_norm_fp8(Tensor x, {NORM_ARGUMENTS}, bool by_row) -> (Tensor, Tensor)",
-    _rms_norm_fp8,
-    lambda x, *given: _like_quantised(x, given[-1]),
-)
-define_op(
-    f"add_rms_norm_fp8(Tensor x, Tensor residual, {NORM_ARGUMENTS}, bool by_row) -> (Tensor, Tensor, Tensor)",
-    _add_rms_norm_fp8,
-    lambda x, *given: (*_like_quantised(x, given[-1]), x.new_empty(x.shape)),
-)
-define_op(
-    "fp8_linear(Tensor x, Tensor row_scales, Tensor[] weights, Tensor[] scales, Tensor[] bias, ScalarType dtype, "
-    "str activation='') -> Tensor",
-    _fp8_linear,
-    lambda x, _, weights, scales, bias, dtype, activation="": x.new_empty(
-        *x.shape[:-1], sum(w.shape[0] for w in weights) // (2 if activation else 1), dtype=dtype
-    ),
-)

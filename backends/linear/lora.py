@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from specdec.backends.library import define_op
+from specdec.backends.library import op
 from specdec.backends.linear import has_kernels
 from specdec.backends.op import adapters_in_scope
 
@@ -17,6 +17,10 @@ MAX_RANK = 128
 RANKS = (16, 32, 64, MAX_RANK)  # that kernels have; others are filled up with zeros
 
 
+@op(
+    "lora(Tensor x, Tensor y, Tensor[] a, Tensor[] b, Tensor[] scales) -> Tensor",
+    lambda x, y, *_: y.new_empty(y.shape),
+)
 def lora(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -30,7 +34,13 @@ def lora(
     a [n, R, K] and b [n, N_i, R], dense, of x's dtype; scales [n] float32. R: one of RANKS, the same for all parts; n:
     of adapters, the first of which is number 1. x @ A.T is rounded to x's dtype, and then the sum, once.
     """
-    return torch.ops.specdec.lora.default(x, y, a, b, scales)
+    rows, wide = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    adapters = adapters_in_scope()(len(rows))
+    if not has_kernels(x) or any(t.dtype != x.dtype for t in (y, *a, *b)):
+        return lora_twin(rows, wide, a, b, scales, adapters).view(y.shape)
+    from specdec.backends.triton.linear.lora import lora as by_kernels
+
+    return by_kernels(rows, wide, a, b, scales, adapters).view(y.shape)
 
 
 def lora_twin(
@@ -53,26 +63,3 @@ def lora_twin(
                 part.copy_(torch.where(is_own, (part.float() + added).to(y.dtype), part))
         begin += of_b.shape[1]
     return out
-
-
-def _lora(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    rows, wide = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    adapters = adapters_in_scope()(len(rows))
-    if not has_kernels(x) or any(t.dtype != x.dtype for t in (y, *a, *b)):
-        return lora_twin(rows, wide, a, b, scales, adapters).view(y.shape)
-    from specdec.backends.triton.linear.lora import lora as by_kernels
-
-    return by_kernels(rows, wide, a, b, scales, adapters).view(y.shape)
-
-
-define_op(
-    "lora(Tensor x, Tensor y, Tensor[] a, Tensor[] b, Tensor[] scales) -> Tensor",
-    _lora,
-    lambda x, y, *_: y.new_empty(y.shape),
-)

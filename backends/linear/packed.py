@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from specdec.backends.library import define_op
+from specdec.backends.library import op
 from specdec.backends.linear import aligned_rows, has_kernels
 from specdec.backends.linear.reference import joined_twin
 
@@ -24,6 +24,12 @@ NF4 = (
 MAGIC = {torch.bfloat16: 128, torch.float16: 1024}  # the first numbers whose last digit counts ones
 
 
+@op(
+    "packed_linear(Tensor x, Tensor[] words, Tensor[] scales, Tensor[] bias, str activation='') -> Tensor",
+    lambda x, words, scales, bias, activation="": x.new_empty(
+        *x.shape[:-1], sum(w.shape[1] for w in words) // (2 if activation else 1)
+    ),
+)
 def packed_linear(
     x: torch.Tensor,
     words: Sequence[torch.Tensor],
@@ -36,7 +42,12 @@ def packed_linear(
     x: [..., K], bf16 or fp16. words, scales: from `pack`, of x's dtype, with groups of one size, or from `pack_nf4`. W
     is rounded to x's dtype. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
     """
-    return torch.ops.specdec.packed_linear.default(x, words, scales, bias, activation)
+    if not has_kernels(x):
+        return packed_linear_twin(x, words, scales, bias, activation)
+    from specdec.backends.triton.linear.packed import packed_linear as by_kernel
+
+    product = by_kernel(aligned_rows(x), words, scales, bias, activation)
+    return product.view(*x.shape[:-1], product.shape[1])
 
 
 def takes(N: int, K: int, group: int) -> bool:
@@ -100,27 +111,3 @@ def packed_linear_twin(
     """See `packed_linear`."""
     parts = [F.linear(x, unpack(w, s, x.dtype)) for w, s in zip(words, scales, strict=True)]
     return joined_twin(parts, bias, activation)
-
-
-def _packed_linear(
-    x: torch.Tensor,
-    words: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    bias: Sequence[torch.Tensor],
-    activation: str = "",
-) -> torch.Tensor:
-    if not has_kernels(x):
-        return packed_linear_twin(x, words, scales, bias, activation)
-    from specdec.backends.triton.linear.packed import packed_linear as by_kernel
-
-    product = by_kernel(aligned_rows(x), words, scales, bias, activation)
-    return product.view(*x.shape[:-1], product.shape[1])
-
-
-define_op(
-    "packed_linear(Tensor x, Tensor[] words, Tensor[] scales, Tensor[] bias, str activation='') -> Tensor",
-    _packed_linear,
-    lambda x, words, scales, bias, activation="": x.new_empty(
-        *x.shape[:-1], sum(w.shape[1] for w in words) // (2 if activation else 1)
-    ),
-)

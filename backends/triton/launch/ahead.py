@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from triton.runtime.jit import JITFunction
 
 from specdec.backends import comm
@@ -97,9 +97,8 @@ class _Zeros(TorchDispatchMode):
         if func in comm.FAKES:
             return comm.FAKES[func](*args, **kwargs).zero_()
         if func.namespace == PACKAGE:
-            is_cuda = any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves((args, kwargs)))
             with self:  # which is off while it handles a call
-                return RUN[func.overloadpacket.__name__][is_cuda](*args, **kwargs)
+                return RUN[func.overloadpacket.__name__](*args, **kwargs)
         if not any(argument.name in INDICES for argument in func._schema.arguments):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
