@@ -21,8 +21,6 @@ def join_adapters(graph: fx.GraphModule) -> None:
         adapted = [only_user(part) for part in parts]
         if 1 < len(parts) <= MOST_PARTS and all(_is_adapted(n, i, split) for i, n in enumerate(adapted)):
             _join(graph.graph, split, parts, adapted)
-    graph.graph.lint()
-    graph.recompile()
 
 
 def _is_adapted(node: Any, i: int, split: fx.Node) -> bool:

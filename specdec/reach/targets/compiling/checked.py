@@ -182,6 +182,8 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
         hand_over_norms(graph, ATTENTION)
         quantise_norms(graph)
         take_over_tables(graph)
+    graph.graph.lint()
+    graph.recompile()
 
 
 def _compile_kernels(traced: "Traced", expected: Sequence[Expected]) -> None:

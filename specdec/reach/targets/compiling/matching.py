@@ -66,7 +66,6 @@ def drop_casts(graph: fx.GraphModule) -> None:
         if is_cast and not node.kwargs and is_tensor(node.args[0]) and value(node.args[0]).dtype == node.args[1]:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-    graph.recompile()
 
 
 def is_like(node: Any, pattern: Any, given: fx.Node, parts: set[fx.Node]) -> bool:

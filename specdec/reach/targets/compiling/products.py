@@ -33,13 +33,13 @@ from specdec.reach.targets.compiling.quantised import FIRST, NUM_BEFORE
 
 ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu"}
 GROUPED, GROUPED_FP8 = torch.ops.specdec.grouped_linear.default, torch.ops.specdec.grouped_fp8.default
+BEFORE_GATE = {**NUM_BEFORE, GROUPED: 5, GROUPED_FP8: 6}  # arguments
 Gated = tuple[fx.Node, str, set[fx.Node]]  # the result of a gate, its activation, and its nodes
 
 
-def take_over_products(graph: fx.GraphModule) -> int:
-    """Rewrite the linear products of `graph` in place; return their number."""
-    found = [n for n in graph.graph.nodes if is_function(n, F.linear) and not n.kwargs and _is_matrix(n.args[1])]
-    for node in found:
+def take_over_products(graph: fx.GraphModule) -> None:
+    """Rewrite the linear products of `graph` in place."""
+    for node in [n for n in graph.graph.nodes if is_function(n, F.linear) and not n.kwargs and _is_matrix(n.args[1])]:
         gated, wide = _gated(node), _wide(node)
         arguments = (*node.args, None)[:3]
         if wide is not None:
@@ -49,29 +49,25 @@ def take_over_products(graph: fx.GraphModule) -> int:
         else:
             last, name, parts = gated
             _replace(graph.graph, torch.ops.specdec.gated_linear.default, (*arguments, name), last, parts)
-    for node in [n for n in graph.graph.nodes if is_function(n, GROUPED)]:
-        gated = _gated(node) or _taking_turns(node)
-        if gated is not None:
-            last, name, parts = gated
-            _replace(graph.graph, GROUPED, (*node.args[:5], name), last, parts)
-    for node in [n for n in graph.graph.nodes if is_function(n, GROUPED_FP8)]:
-        gated = _gated(node)
-        if gated is not None and gated[1] == "silu":
-            last, name, parts = gated
-            _replace(graph.graph, GROUPED_FP8, (*node.args[:6], name), last, parts)
-    for node in [n for n in graph.graph.nodes if is_function(n, *FIRST) and len(n.args[FIRST[n.target]]) == 2]:
-        gated = _gated(node)
-        if gated is not None:
-            last, name, parts = gated
-            _replace(graph.graph, node.target, (*node.args[: NUM_BEFORE[node.target]], name), last, parts)
-    for node in [n for n in graph.graph.nodes if is_function(n, LORA)]:
-        gated = _gated(node)
-        if gated is not None:
-            last, name, parts = gated
+    for node in list(graph.graph.nodes):
+        gated = _gate_behind(node)
+        if gated is None:
+            continue
+        last, name, parts = gated
+        if is_function(node, LORA):
             _replace(graph.graph, torch.ops.specdec.gate.default, (node, name), last, parts)
-    graph.graph.lint()
-    graph.recompile()
-    return len(found)
+        else:
+            _replace(graph.graph, node.target, (*node.args[: BEFORE_GATE[node.target]], name), last, parts)
+
+
+def _gate_behind(node: fx.Node) -> Gated | None:
+    """Return the gate that `node` is to take over: a product that is ours already, or what adapters add to one."""
+    if is_function(node, GROUPED):
+        return _gated(node) or _taking_turns(node)
+    if is_function(node, LORA) or (is_function(node, *FIRST) and len(node.args[FIRST[node.target]]) == 2):  # type: ignore[arg-type]
+        return _gated(node)
+    gated = _gated(node) if is_function(node, GROUPED_FP8) else None
+    return gated if gated is not None and gated[1] == "silu" else None
 
 
 def _replace(graph: fx.Graph, op: Any, arguments: tuple[Any, ...], last: fx.Node, parts: set[fx.Node]) -> None:

@@ -44,8 +44,6 @@ def join_quantised(graph: fx.GraphModule) -> None:
     for nodes in alike.values():
         if 1 < len(nodes) <= MOST_PARTS:
             _join(graph.graph, nodes)
-    graph.graph.lint()
-    graph.recompile()
 
 
 def quantise_norms(graph: fx.GraphModule) -> None:
@@ -60,8 +58,6 @@ def quantise_norms(graph: fx.GraphModule) -> None:
             _quantise_norm(graph.graph, node, normed, torch.ops.specdec.rms_norm_fp8.default)
         elif is_function(normed, operator.getitem) and is_function(normed.args[0], ADD_RMS_NORM) and not normed.args[1]:
             _quantise_norm(graph.graph, node, normed.args[0], torch.ops.specdec.add_rms_norm_fp8.default)
-    graph.graph.lint()
-    graph.recompile()
 
 
 def _quantise_norm(graph: fx.Graph, node: fx.Node, norm: fx.Node, op: Any) -> None:

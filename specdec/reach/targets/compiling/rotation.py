@@ -55,8 +55,6 @@ def hand_over_rotations(graph: fx.GraphModule, op: Any) -> int:
             user.replace_input_with(node, source)
             erase_upwards(graph.graph, node, _is_part)
         num_rewritten += 1
-    graph.graph.lint()
-    graph.recompile()
     return num_rewritten
 
 
@@ -78,8 +76,6 @@ def hand_over_norms(graph: fx.GraphModule, op: Any) -> int:
             user.replace_input_with(node, node.all_input_nodes[0])
             graph.graph.erase_node(node)
         num_rewritten += 1
-    graph.graph.lint()
-    graph.recompile()
     return num_rewritten
 
 

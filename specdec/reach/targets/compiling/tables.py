@@ -20,9 +20,8 @@ from specdec.reach.targets.compiling.matching import (
 _ALL = slice(None, None, None)
 
 
-def take_over_tables(graph: fx.GraphModule) -> int:
-    """Rewrite every pair of tables [1, T, R] that is recognised, in place; return their number."""
-    num_rewritten = 0
+def take_over_tables(graph: fx.GraphModule) -> None:
+    """Rewrite every pair of tables [1, T, R] that is recognised, in place."""
     for node in list(graph.graph.nodes):
         angles = node.args[0] if is_method(node, "cos") else None
         sines = [n for n in angles.users if is_method(n, "sin")] if isinstance(angles, fx.Node) else []
@@ -42,10 +41,6 @@ def take_over_tables(graph: fx.GraphModule) -> int:
                 old.replace_all_uses_with(new)
         for old in (cos, sin):
             erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
-        num_rewritten += 1
-    graph.graph.lint()
-    graph.recompile()
-    return num_rewritten
 
 
 def _origin(angles: Any) -> tuple[fx.Node, fx.Node, bool] | None:
