@@ -35,8 +35,18 @@ def build(
     and wait for each other in it; one that fails ends the build.
     """
     jobs = [(runner, key) for runner in runners for key in runner.keys]
+    jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
     if jobs:
-        _make_all(jobs, capture, lower, avoid, strict, settle)
+        with progress_bar(2 * len(jobs), "graphs", "graph") as bar, capture.undisturbed():
+            for phase in (GraphRunner.warm_up, GraphRunner.capture):
+                for runner, key in jobs:
+                    bar.set_postfix_str(f"{phase.__name__} {key}", refresh=False)
+                    if key not in runner.failures:
+                        _make(phase, runner, key, lower, avoid, strict, settle is not None)
+                        if settle is not None and phase is GraphRunner.warm_up:
+                            settle()
+                    bar.update()
+                capture.release_cache()
     for runner in runners:
         runner.seal()
 
@@ -70,27 +80,6 @@ def rehearse(
                         runner.rehearse(key)
 
 
-def _make_all(
-    jobs: list[tuple[GraphRunner, ShapeKey]],
-    capture: Capture,
-    lower: str,
-    avoid: str,
-    strict: bool,
-    settle: Callable[[], None] | None,
-) -> None:
-    jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
-    with progress_bar(2 * len(jobs), "graphs", "graph") as bar, capture.undisturbed():
-        for phase in (GraphRunner.warm_up, GraphRunner.capture):
-            for runner, key in jobs:
-                bar.set_postfix_str(f"{phase.__name__} {key}", refresh=False)
-                if key not in runner.failures:
-                    _make(phase, runner, key, lower, avoid, strict, settle is not None)
-                    if settle is not None and phase is GraphRunner.warm_up:
-                        settle()
-                bar.update()
-            capture.release_cache()
-
-
 def _make(
     phase: Callable[..., None],
     runner: GraphRunner,
@@ -112,7 +101,7 @@ def _make(
         message = f"no graph for {key}: {reason} ({_first_line(error)}); {advice}"
         if strict:
             raise GraphError(f"strict: {message}") from error
-        warnings.warn(f"{message}. Such batches run eagerly; report() counts them.", stacklevel=9)
+        warnings.warn(f"{message}. Such batches run eagerly; report() counts them.", stacklevel=8)
         # What cannot be captured, most likely a host read, happens at every size; memory may suffice for a smaller one.
         for other in [key] if is_memory else runner.keys:
             if other not in runner.captured:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec.backends.library import Scope, define_op
+from specdec.backends.library import Scope, op
 from specdec.backends.recurrent.state_pool import ScanInputs, StatePool
 from specdec.core.batch import AttentionMetadata
 
@@ -33,11 +33,17 @@ _SCOPE: Scope[Any] = Scope("recurrent layer")  # of objects with the methods of 
 recurrent_scope, current_recurrent = _SCOPE.within, _SCOPE.find
 
 
+# State that they write is no argument of them, so a trace sees pure functions, as of `specdec::attn`.
+@op("conv(Tensor x, Tensor weight, Tensor? bias, int layer_id) -> Tensor", lambda x, *_: x.new_empty(x.shape))
 def conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
     """Convolve x [T, C] with weight [C, K] and bias [C] along the sequences of the current scope: [T, C]."""
-    return torch.ops.specdec.conv.default(x, weight, bias, layer_id)
+    return _SCOPE.get().conv(x, weight, bias, layer_id).contiguous()
 
 
+@op(
+    "scan(Tensor q, Tensor k, Tensor v, int layer_id, Tensor g, Tensor? beta=None, Tensor? rates=None) -> Tensor",
+    lambda q, k, v, *_: v.new_empty(v.shape),
+)
 def scan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -48,17 +54,4 @@ def scan(
     rates: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run a layer's recurrence along the sequences of the current scope, see `StatePool.scan`: [T, heads, v_dim]."""
-    return torch.ops.specdec.scan.default(q, k, v, layer_id, g, beta, rates)
-
-
-# State that they write is no argument of them, so a trace sees pure functions, as of `specdec::attn`.
-define_op(
-    "conv(Tensor x, Tensor weight, Tensor? bias, int layer_id) -> Tensor",
-    lambda *args: _SCOPE.get().conv(*args).contiguous(),
-    lambda x, *_: x.new_empty(x.shape),
-)
-define_op(
-    "scan(Tensor q, Tensor k, Tensor v, int layer_id, Tensor g, Tensor? beta=None, Tensor? rates=None) -> Tensor",
-    lambda q, k, v, layer_id, *rest: _SCOPE.get().scan(ScanInputs(q, k, v, *rest), layer_id).contiguous(),
-    lambda q, k, v, *_: v.new_empty(v.shape),
-)
+    return _SCOPE.get().scan(ScanInputs(q, k, v, g, beta, rates), layer_id).contiguous()

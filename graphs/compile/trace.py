@@ -98,11 +98,23 @@ def trace(
     progress: called after every piece.
     Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
     """
-
-    module = fn if isinstance(fn, nn.Module) else module
+    module, sizes = fn if isinstance(fn, nn.Module) else module, (smallest, largest)
 
     def flat(layers: Layers | None) -> tuple[fx.GraphModule, list[Any]]:
-        return _flat(fn, inputs, num_outputs, (smallest, largest), module, layers, numbers)
+        """Walk through `fn`: one graph of all it does, whose nodes have example values, and what that is called with:
+        the inputs, other tensors, and T where it takes an int."""
+        with nullcontext() if layers is None else layers.standing_in(numbers, sizes):
+            walked = walk(fn, inputs, [(tensor, (0,)) for tensor in inputs], sizes, module=module)
+        graph, args, _ = walked if layers is None else write_out(walked, layers, sizes)
+        for op, values in numbers.items():
+            number(graph, op, values)
+        returned = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
+        if returned != num_outputs:
+            raise GraphError(
+                f"its trace returns {returned} tensors, {num_outputs} were expected: it keeps tensors elsewhere, or "
+                "returns one twice"
+            )
+        return graph, args
 
     try:
         graph, args = flat(layers)
@@ -118,29 +130,3 @@ def trace(
     except Exception as error:
         raise GraphError(f"it cannot be traced and compiled as one graph: {why(error)}") from error
     return Traced(chain, args, groups, counts, inputs)
-
-
-def _flat(
-    fn: Callable[..., Any],
-    inputs: Sequence[torch.Tensor],
-    num_outputs: int,
-    sizes: tuple[int, int],
-    module: nn.Module | None,
-    layers: Layers | None,
-    numbers: Mapping[Any, Sequence[int]],
-) -> tuple[fx.GraphModule, list[Any]]:
-    """Walk through `fn`, see `trace`; return one graph of all it does, and what that is called with: the inputs, other
-    tensors, and T where it takes an int. Its nodes have example values."""
-    dynamic = [(tensor, (0,)) for tensor in inputs]
-    with nullcontext() if layers is None else layers.standing_in(numbers, sizes):
-        walked = walk(fn, inputs, dynamic, sizes, module=module)
-    graph, args, _ = walked if layers is None else write_out(walked, layers, sizes)
-    for op, values in numbers.items():
-        number(graph, op, values)
-    returned = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
-    if returned != num_outputs:
-        raise GraphError(
-            f"its trace returns {returned} tensors, {num_outputs} were expected: it keeps tensors elsewhere, or "
-            "returns one twice"
-        )
-    return graph, args

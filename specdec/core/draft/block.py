@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from specdec.backends.op import attention, forward_context, store
+from specdec.backends.op import forward_context, store
 from specdec.backends.rope import Rope
 from specdec.core.batch import ForwardMode
 from specdec.core.config import EngineConfig, num_words
 from specdec.core.draft.head import BlockDraftHead
-from specdec.core.draft.model import DraftModelWorker
+from specdec.core.draft.model import DraftModelWorker, attend
 from specdec.core.draft.worker import Draft, DraftParts, RoundBatch
 from specdec.core.functional import spine, trellis
 from specdec.core.functional.verify import VerifyOutput
@@ -84,7 +84,7 @@ class BlockWorker(DraftModelWorker):
         embeds = self.embed_tokens(ids)
         if self.head.mask_embedding is not None:
             embeds = torch.where((ids == self.head.mask_token_id).unsqueeze(1), self.head.mask_embedding, embeds)
-        states = self.head(embeds, Rope(*self.rope_tables[positions].unbind(1)), _attend)
+        states = self.head(embeds, Rope(*self.rope_tables[positions].unbind(1)), attend)
         return (self.head.normed(states),)
 
     def keys_values_live(self, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -188,7 +188,3 @@ class BlockWorker(DraftModelWorker):
 def mask_words(head: BlockDraftHead, config: EngineConfig) -> int:
     """Return the words of ancestor bits in a block of `head`: 0 if it is causal."""
     return 0 if head.causal else num_words(config.num_steps + 1)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, layer: int) -> torch.Tensor:
-    return attention(q, k, v, layer, rope)

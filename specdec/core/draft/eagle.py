@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from specdec.backends.op import attention
 from specdec.backends.rope import Rope
 from specdec.core.batch import ForwardMode
 from specdec.core.draft.drafting import SteppingWorker
 from specdec.core.draft.head import RecyclingHead
+from specdec.core.draft.model import attend
 from specdec.core.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
 
 
@@ -57,7 +57,7 @@ class HeadWorker(SteppingWorker):
     def run_live(self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, module: int) -> torch.Tensor:
         """`run` by the head's own modules; needs `RecyclingHead.routed`. This is what gets traced."""
         rope = Rope(*self.rope_tables[positions].unbind(1))
-        return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
+        return self.head(self.embed_tokens(ids), hidden, rope, attend, module)
 
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
@@ -87,8 +87,3 @@ class HeadWorker(SteppingWorker):
     @property
     def facts(self) -> dict[str, Any]:
         return {**super().facts, "recycles": "post_norm" if self.head.recycles_normed else "pre_norm"}
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, layer: int) -> torch.Tensor:
-    """The head's layers through our op; the backend rotates what comes un-rotated."""
-    return attention(q, k, v, layer, rope)

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from specdec.backends.op import ForwardContext
+from specdec.backends.op import ForwardContext, attention
+from specdec.backends.rope import Rope
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.draft.worker import STREAM_DRAFT, DraftParts, DraftWorker, RoundBatch
 from specdec.core.functional.tree import Tree
@@ -144,3 +145,8 @@ class DraftModelWorker(DraftWorker):
             return q
         wide = q.new_zeros(*q.shape[:2], self.vocab_size)
         return wide.index_copy_(2, self.hot_ids, q)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, layer: int) -> torch.Tensor:
+    """Attend in a layer of a head by our op; the backend rotates what comes un-rotated."""
+    return attention(q, k, v, layer, rope)
