@@ -34,7 +34,7 @@ def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]
             operands = [places.get(o, -1) for o in (weight, bias) if o is not None and len(o.users) == 1]
             is_whole = len(operands) == 1 + (bias is not None) and own.issuperset(operands)
             if is_whole and reals[operands[0]].dim() == 2:
-                alike[_viewed(source), bias is not None].append(_Product(number, node, operands, reals[operands[0]]))
+                alike[viewed(source), bias is not None].append(_Product(number, node, operands, reals[operands[0]]))
     mutations = [number for number, node in enumerate(graph.graph.nodes) if _mutates(node)]
     groups: list[list[int]] = []
     for products in alike.values():
@@ -58,13 +58,13 @@ def _unaligned(num_features: int, weight: torch.Tensor) -> int:
     return -num_features % (ALIGNMENT // weight.element_size())
 
 
-def _viewed(node: fx.Node) -> fx.Node:
+def viewed(node: fx.Node) -> fx.Node:
     """Return the tensor that `node` is a view of, of the same shape and dtype: products of both are of one input."""
     while node.op == "call_method" and node.target in ("view", "reshape"):
-        viewed = node.args[0]
-        if not isinstance(viewed, fx.Node) or _kind(viewed) != _kind(node):
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or _kind(source) != _kind(node):
             break
-        node = viewed
+        node = source
     return node
 
 
@@ -124,13 +124,18 @@ def _join_products(graph: fx.GraphModule, products: Sequence[_Product]) -> list[
         joined.append(operands[0])
     with graph.graph.inserting_before(first):
         product = graph.graph.call_function(F.linear, (first.args[0], *joined))
-        parts = graph.graph.call_function(torch.split, (product, [*sizes, rest] if rest else sizes, -1))
-        chosen = [graph.graph.call_function(operator.getitem, (parts, i)) for i in range(len(products))]
-    for (_, node, _, _), part in zip(products, chosen, strict=True):
+        divide(graph.graph, product, [*sizes, rest] if rest else sizes, [p.node for p in products])
+    return groups
+
+
+def divide(graph: fx.Graph, joined: fx.Node, sizes: Sequence[int], nodes: Sequence[fx.Node]) -> None:
+    """Split `joined` by `sizes` along the last dimension, where nodes are being inserted; its parts replace `nodes`."""
+    parts = graph.call_function(torch.split, (joined, sizes, -1))
+    chosen = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
+    for node, part in zip(nodes, chosen, strict=True):
         part.meta = dict(node.meta)
         node.replace_all_uses_with(part)
-        graph.graph.erase_node(node)
-    return groups
+        graph.erase_node(node)
 
 
 class MergedWeights:

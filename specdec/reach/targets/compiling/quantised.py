@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from specdec.backends.linear import MOST_PARTS, fp8, packed  # noqa: F401 (they define the ops)
+from specdec.graphs.compile.merge import divide, viewed
 from specdec.reach.targets.compiling.matching import (
     erase_unused,
     erase_upwards,
@@ -32,14 +33,14 @@ def join_quantised(graph: fx.GraphModule) -> None:
     """Rewrite `graph` in place."""
     rows: dict[Any, fx.Node] = {}
     for node in [n for n in graph.graph.nodes if is_function(n, QUANTISE)]:
-        first = rows.setdefault((_viewed(node.args[0]), node.args[1]), node)
+        first = rows.setdefault((viewed(node.args[0]), node.args[1]), node)
         if first is not node:
             _share(graph.graph, first, node)
     alike: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in [n for n in graph.graph.nodes if is_function(n, *FIRST)]:
         weights, scales, bias = _operands(node)
         group = value(weights[0]).shape[0] // value(scales[0]).shape[0] if node.target is PACKED else 0
-        source = _viewed(node.args[0]) if node.target is PACKED else node.args[0]
+        source = viewed(node.args[0]) if node.target is PACKED else node.args[0]
         alike[source, group, value(scales[0]).dtype, bool(bias)].append(node)
     for nodes in alike.values():
         if 1 < len(nodes) <= MOST_PARTS:
@@ -50,7 +51,7 @@ def quantise_norms(graph: fx.GraphModule) -> None:
     """Let norms whose results only get quantised do that, in place."""
     for node in [n for n in graph.graph.nodes if is_function(n, QUANTISE)]:
         normed: Any = node.args[0]
-        while is_method(normed, "view", "reshape") and _viewed(normed) is not normed and only_user(normed) is not None:
+        while is_method(normed, "view", "reshape") and viewed(normed) is not normed and only_user(normed) is not None:
             normed = normed.args[0]
         if only_user(normed) is None:
             continue
@@ -80,15 +81,6 @@ def _operands(node: Any) -> list[list[fx.Node]]:
     return [list(given) for given in node.args[FIRST[node.target] :][:3]]
 
 
-def _viewed(node: Any) -> Any:
-    """Return the tensor that `node` is a view of, of the same shape."""
-    while node.op == "call_method" and node.target in ("view", "reshape"):
-        if str(value(node.args[0]).shape) != str(value(node).shape):
-            break
-        node = node.args[0]
-    return node
-
-
 def _share(graph: fx.Graph, first: fx.Node, again: fx.Node) -> None:
     """Let what uses the results of `again` use those of `first`, which come before."""
     places = {user.args[1]: user for user in first.users}
@@ -107,9 +99,4 @@ def _join(graph: fx.Graph, nodes: list[fx.Node]) -> None:
         first.prepend(view)
     with graph.inserting_before(first):
         joined = graph.call_function(first.target, (*first.args[:at], *operands, *first.args[at + 3 :]))
-        parts = graph.call_function(torch.split, (joined, sizes, -1))
-        chosen = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
-    for node, part in zip(nodes, chosen, strict=True):
-        part.meta = dict(node.meta)
-        node.replace_all_uses_with(part)
-        graph.erase_node(node)
+        divide(graph, joined, sizes, nodes)
