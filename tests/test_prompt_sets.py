@@ -42,9 +42,9 @@ def test_layouts(name, tmp_path):
     file, lines, expected = SETS[name]
     write(tmp_path / file, *lines)
     found = read_set(name, tmp_path)
-    assert found.name == name and [(q.turns, q.category) for q in found.questions] == expected
-    assert found.questions[0].record == lines[0]
-    assert len(read_set(name, tmp_path, 1).questions) == 1
+    assert [(q.turns, q.category) for q in found] == expected
+    assert found[0].record == lines[0]
+    assert len(read_set(name, tmp_path, 1)) == 1
 
 
 def test_sharegpt_is_a_list_or_lines(tmp_path):
@@ -55,7 +55,7 @@ def test_sharegpt_is_a_list_or_lines(tmp_path):
     (tmp_path / "sharegpt.json").write_text(json.dumps(said))
     write(tmp_path / "lines" / "sharegpt.jsonl", *said)
     for folder in (tmp_path, tmp_path / "lines"):
-        assert [q.turns for q in read_set("sharegpt", folder).questions] == [("hi",), ("u",)]
+        assert [q.turns for q in read_set("sharegpt", folder)] == [("hi",), ("u",)]
     (tmp_path / "sharegpt.json").write_text(json.dumps([*said, {"conversations": [{"from": "gpt", "value": "x"}]}]))
     with pytest.raises(ValueError, match=r"sharegpt\.json, item 3: not a prompt .*; expected a JSON list"):
         read_set("sharegpt", tmp_path)

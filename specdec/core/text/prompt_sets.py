@@ -21,13 +21,6 @@ class Question(NamedTuple):
     record: Mapping[str, Any]
 
 
-class PromptSet(NamedTuple):
-    """Questions of one file, under the name that results have."""
-
-    name: str
-    questions: list[Question]
-
-
 class FileLayout(NamedTuple):
     """files: where the file may lie under the data folder, the first that exists counts; turns: what the user says in a
     line, None where it is not of this form; expects: the form in words."""
@@ -37,7 +30,7 @@ class FileLayout(NamedTuple):
     expects: str
 
 
-def read_set(name: str, data: str | Path, limit: int | None = None) -> PromptSet:
+def read_set(name: str, data: str | Path, limit: int | None = None) -> list[Question]:
     """Read the set called `name` from its file under the folder `data`, `limit` questions at most.
 
     ValueError says which file or line was wrong, and what was expected.
@@ -52,7 +45,7 @@ def read_set(name: str, data: str | Path, limit: int | None = None) -> PromptSet
             f"prompt set {name!r}: none of its files in {str(data)!r}; expected one of {', '.join(layout.files)}: "
             f"{layout.expects}"
         )
-    return PromptSet(name, list(_questions(file, layout, limit)))
+    return list(_questions(file, layout, limit))
 
 
 def read_file(path: str | Path, limit: int | None = None) -> list[Question]:

@@ -101,7 +101,7 @@ class Acceptance(OnTarget, Recorded):
             return read_file(text, self.limit)
         if self.data is None:
             raise ValueError(f"--prompts {text}: its file is looked for in --data DIR, which was not given")
-        return read_set(text, self.data, self.limit).questions
+        return read_set(text, self.data, self.limit)
 
 
 class Page(Options):

@@ -58,7 +58,7 @@ class Gsm8k(Checking):
         where = device_of(self.device)
         is_cuda = where.startswith("cuda")
         modes = [_mode(name) for name in listed(self.mode, ALL_MODES if is_cuda else CPU_MODES)]
-        records = [q.record for q in read_set("gsm8k", self.data, max(self.limit, self.answers)).questions]
+        records = [q.record for q in read_set("gsm8k", self.data, max(self.limit, self.answers))]
         settings: dict[str, Any] = {"max_batch": 32, "max_seq_len": 1024, "backend": self.backend, "seed": self.seed}
         settings |= {"max_new_tokens": self.max_new_tokens, **({} if is_cuda else CPU_SETTINGS)}
         drafts = [(None, None)] if self.draft == "none" else [(None, None), draft_of(self.draft)]
@@ -113,7 +113,7 @@ class Lossless(Checking):
         model, tokenizer = self.load()
         if self.check is None and model.dtype == torch.float32:
             checks = ["text"]
-        prompts = chat_ids([q.turns[0] for one in sets for q in one.questions], tokenizer)
+        prompts = chat_ids([q.turns[0] for questions in sets for q in questions], tokenizer)
 
         def measured() -> Iterator[Row]:
             if "text" in checks:

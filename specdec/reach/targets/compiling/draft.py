@@ -1,9 +1,9 @@
 """The draft's model traced and compiled, as the target's layers are, for the graphs of rounds and prefills."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from specdec.core.config import EngineConfig
 from specdec.core.draft.assistant import AssistantWorker
 from specdec.core.draft.block import BlockWorker
 from specdec.core.draft.eagle import HeadWorker
-from specdec.core.draft.head import DraftHead
 from specdec.core.draft.standalone import StandaloneWorker
 from specdec.core.draft.worker import DraftWorker
 from specdec.reach.targets.compiling.checked import NUM_TOKENS, Batch, Layers, Subject, trace_checked
@@ -21,6 +20,16 @@ from specdec.reach.targets.hf import HFTarget
 
 if TYPE_CHECKING:
     from specdec.graphs.compile.trace import Traced
+
+
+class _Part(NamedTuple):
+    """A part of a draft's model, traced by itself: its name among the worker's compiled ones; see `Subject`."""
+
+    name: object
+    run: Layers
+    inputs: Batch
+    num_layers: int = 0
+    num_outputs: int = 1
 
 
 def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) -> str:
@@ -36,87 +45,64 @@ def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) 
     if isinstance(worker, StandaloneWorker):
         assert isinstance(worker.model, HFTarget)
         return compile_layers(worker.model, config, prefill_mode)[1]
-    names = "the draft's layers", "the draft"
-    if isinstance(worker, BlockWorker):
-        return compiled_or_why(partial(_compile_block, worker, config), config, names)
-    if isinstance(worker, AssistantWorker):
-        return compiled_or_why(partial(_compile_assistant, worker, config), config, names)
-    return compiled_or_why(partial(_compile_head, worker, config), config, names)
+    return compiled_or_why(partial(_compile, worker, config), config, ("the draft's layers", "the draft"))
 
 
-def _compile_head(worker: HeadWorker, config: EngineConfig) -> list["Traced"]:
-    """Trace every module of a head, states of (ids, positions, states) [T, ...], and the norm before its output head,
-    where that is not part of it."""
-    head, inputs = worker.head, _inputs(worker)
+def _compile(worker: HeadWorker | BlockWorker | AssistantWorker, config: EngineConfig) -> "list[Traced]":
+    """Trace all parts of a draft; it runs as it is if one of them fails."""
+    model: Any = worker.assistant if isinstance(worker, AssistantWorker) else worker.head
+    most = max(config.prefill_tokens, config.max_batch * config.tail_reserve)
     done: list[Traced] = []
-
-    def traced(run: Callable[..., Any], inputs: Batch, num_layers: int) -> "Traced":
-        done.append(_traced(head, config, lambda *given: (run(*given),), inputs, num_layers))
-        return done[-1]
-
-    num_layers = max(1, len(head.attention_layers) // worker.num_modules)
+    assert worker.module is not None
     with ExitStack() as undo:
         undo.callback(worker.drop_compiled)
-        for module in range(worker.num_modules):
-            worker.compiled[module] = traced(partial(worker.run_live, module=module), inputs, num_layers)
-            if not (head.recycles_normed or isinstance(head.out_norm(module), nn.Identity)):
-                worker.compiled["norm", module] = traced(partial(head.normed, module=module), inputs[2:], 0)
+        for part in _parts(worker):
+            subject = Subject(
+                run=part.run,
+                module=worker.module,
+                inputs=part.inputs,
+                ready=model.routed,
+                num_outputs=part.num_outputs,
+                num_layers=part.num_layers,
+                largest=config.max_batch * config.topk if isinstance(worker, AssistantWorker) else most,
+            )
+            traced = trace_checked(subject, config, worker.hot_ids.device)
+            worker.compiled[part.name] = traced
+            done.append(traced)
         undo.pop_all()
     return done
 
 
-def _compile_block(worker: BlockWorker, config: EngineConfig) -> list["Traced"]:
-    """Trace the pass over a block, and the products that make K/V of features."""
+def _parts(worker: HeadWorker | BlockWorker | AssistantWorker) -> Iterator[_Part]:
+    """Yield an assistant's step; a block head's pass over a block, and the products that make K/V of features; of
+    another head every module, and the norm before its output head, where that is not part of it."""
+    inputs = _inputs(worker)
+    if isinstance(worker, AssistantWorker):
+        yield _Part("step", worker.run_live, inputs, worker.assistant.num_layers)
+        return
     head, num_layers = worker.head, len(worker.head.attention_layers)
-    ids, positions, features = _inputs(worker)
-    with ExitStack() as undo:
-        undo.callback(worker.drop_compiled)
-        worker.compiled["block"] = block = _traced(head, config, worker.run_live, (ids, positions), num_layers)
-        keys_values = _traced(head, config, worker.keys_values_live, (features,), 0, 2 * num_layers)
-        worker.compiled["keys_values"] = keys_values
-        undo.pop_all()
-    return [block, keys_values]
+    if isinstance(worker, BlockWorker):
+        yield _Part("block", worker.run_live, inputs[:2], num_layers)
+        yield _Part("keys_values", worker.keys_values_live, inputs[2:], 0, 2 * num_layers)
+        return
+    for module in range(worker.num_modules):
+        yield _Part(module, _one(worker.run_live, module), inputs, max(1, num_layers // worker.num_modules))
+        if not (worker.head.recycles_normed or isinstance(worker.head.out_norm(module), nn.Identity)):
+            yield _Part(("norm", module), _one(head.normed, module), inputs[2:])
 
 
-def _compile_assistant(worker: AssistantWorker, config: EngineConfig) -> list["Traced"]:
-    """Trace a step: own states of (ids, positions, states of the target's width) [T, ...]."""
-    device, random = worker.hot_ids.device, torch.Generator().manual_seed(0)
-    states = torch.randn(NUM_TOKENS, worker.hidden_size, generator=random, device="cpu").to(device, worker.dtype)
-    subject = Subject(
-        run=worker.run_live,
-        module=worker.assistant.model,
-        inputs=(*random_tokens(NUM_TOKENS, worker.vocab_size, device), states),
-        ready=worker.assistant.routed,
-        num_outputs=1,
-        num_layers=worker.assistant.num_layers,
-        largest=config.max_batch * config.topk,
-    )
-    traced = trace_checked(subject, config, device)
-    worker.compiled["step"] = traced
-    return [traced]
+def _one(run: Any, module: int) -> Layers:
+    return lambda *given: (run(*given, module=module),)
 
 
-def _traced(
-    head: DraftHead, config: EngineConfig, run: Layers, inputs: Batch, num_layers: int, num_outputs: int = 1
-) -> "Traced":
-    """Trace `run` of a head; see `Subject`."""
-    subject = Subject(
-        run=run,
-        module=head,
-        inputs=inputs,
-        ready=head.routed,
-        num_outputs=num_outputs,
-        num_layers=num_layers,
-        largest=max(config.prefill_tokens, config.max_batch * config.tail_reserve),
-    )
-    return trace_checked(subject, config, head.weight.device)
-
-
-def _inputs(worker: HeadWorker | BlockWorker) -> Batch:
+def _inputs(worker: HeadWorker | BlockWorker | AssistantWorker) -> Batch:
     """Return ids, positions and random states, or features, [NUM_TOKENS, ...]."""
-    random, device = torch.Generator().manual_seed(0), worker.head.weight.device
+    random, device = torch.Generator().manual_seed(0), worker.hot_ids.device
     ids, positions = random_tokens(NUM_TOKENS, worker.vocab_size, device)
-    head = worker.head
-    width = worker.hidden_size or len(head.aux_layers) * head.target_hidden_size
+    width = worker.hidden_size
+    if isinstance(worker, BlockWorker):
+        width = len(worker.head.aux_layers) * worker.head.target_hidden_size
     states = torch.randn(NUM_TOKENS, width, generator=random, device="cpu").to(device, worker.dtype)
+    if isinstance(worker, AssistantWorker):
+        return ids, positions, states
     return ids, positions % worker.rope_tables.shape[0], states
