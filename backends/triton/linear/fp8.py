@@ -51,8 +51,7 @@ def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]
     scales = torch.empty(num_rows, num, dtype=torch.float32, device=x.device)
     if num_rows:
         grid = num_rows, triton.cdiv(num, together)
-        launch = _by_row if by_row else _by_group
-        launch(grid, x, out, scales, x.stride(0) // 16, K=K, GROUP=group, GROUPS=together)
+        (_by_row if by_row else _by_group)(grid, x, out, scales, x.stride(0) // 16, K=K, GROUP=group, GROUPS=together)
     return out, scales
 
 
