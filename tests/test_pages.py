@@ -122,8 +122,8 @@ def test_it_does_so_with_states_of_recurrent_layers_and_graphs():
 @pytest.mark.parametrize(("algo", "shape"), KINDS, ids=str)
 def test_a_thousand_of_them(algo, shape):
     model = tiny_model("llama")
-    expected = undisturbed(model, algo, shape, times=4)
-    settings = itertools.product((0, 1), {False, algo != MODULES})
+    settings = [*itertools.product((0, 1), {False, algo != MODULES})]
+    expected = undisturbed(model, algo, shape, times=8 // len(settings))
     assert sum(compared(model, algo, shape, expected, lag, keeps) for lag, keeps in settings) > 100
 
 
