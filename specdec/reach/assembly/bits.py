@@ -93,8 +93,8 @@ class _Forwards:
         self.lens = [min(n, most) for n in CONTEXTS[:num] if most > 1]
         random = torch.Generator().manual_seed(0)
         shape = (len(self.lens), span)
-        of_model, vocab_size = core.target.model.config.get_text_config(), core.target.spec.vocab_size
-        count = getattr(of_model, "vocab_size_per_layer_input", vocab_size)  # Gemma 3n's last ids stand for images
+        config, vocab_size = core.target.model.config.get_text_config(), core.target.spec.vocab_size
+        count = getattr(config, "vocab_size_per_layer_input", vocab_size)  # Gemma 3n's last ids stand for images
         ids = torch.randint(min(count, vocab_size), shape, generator=random, device="cpu")
         self._ids = ids.to(core.device)
         first = page * (1 + torch.arange(len(self.lens), device=core.device) * -(-span // page)).unsqueeze(1)

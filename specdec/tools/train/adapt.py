@@ -49,7 +49,7 @@ def adapt(
     else:
         generation = Generation(gsm8k=prompts, gen_minutes=GENERATING * minutes, max_new_tokens=max_new_tokens)
         made = prepare(corpus, generation, target=target, overwrite=overwrite, **where)
-        training = max(minutes - made["answers"]["gen_minutes"], (1 - GENERATING) * minutes)
+        training = max(minutes - made["answers"]["gen_minutes"], (1 - GENERATING) * minutes)  # answers may take longer
     config = recipe(algo, minutes=training, lr=lr or GENTLE * recipe(algo, minutes=1.0).lr)
     shape = HeadShape(init=head)
     result = train(
