@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec
-from specdec.tools.doors.generate import _check_rotary
+from specdec.tools.doors.checks import check_rotary
 from tests.heads import random_head
 from tests.image_models import FAMILIES, IMAGE, greedy, image_model, image_prompt
 from tests.tiny_models import tiny_model
@@ -102,7 +102,7 @@ def test_padded_batches_and_inputs_by_name(models, kind):
                     model.generate(**batch, max_new_tokens=2, return_dict_in_generate=True, **{name: True})
         mask = torch.ones(1, len(TEXT), dtype=torch.long)
         with pytest.raises(ValueError, match="position_ids: the engine has the model compute them"):
-            _check_rotary(engine._requests([TEXT]), mask, mask.expand(4, -1, -1))
+            check_rotary(engine._requests([TEXT]), mask, mask.expand(4, -1, -1))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl"])

@@ -8,14 +8,13 @@ criteria, and repeats prompts. The engine takes the place of the decoding loop t
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -28,13 +27,15 @@ from specdec.core.engine.generation import Settings
 from specdec.core.engine.prompts import embed_prompts
 from specdec.core.engine.request import Request
 from specdec.core.engine.scoring import continuation_logits
+from specdec.tools.doors.checks import (
+    check_forward_arguments,
+    check_processors,
+    check_rotary,
+    refuse_counted_padding,
+)
 from specdec.tools.doors.lockstep import Lockstep
 
 WAYS = ("raise", "fallback")
-# Arguments of a model's forward that transformers adds to every call, or that change nothing here.
-CACHES = ("past_key_values", "cache_params")  # models with nothing but recurrent layers name theirs so
-FORWARD_ARGUMENTS = frozenset({"attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep"})
-COUNTS_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,8 @@ def _read(
     """Check a prepared call and make its requests; ValueError for what the engine cannot do as transformers would."""
     if model is not engine.target_module:
         raise ValueError(f"this {type(model).__name__} is not the model that the engine is attached to")
-    images = _check_forward_arguments(model_kwargs, engine._attached().target.images)
-    _check_processors(model, input_ids, processors, config, model_kwargs)
+    images = check_forward_arguments(model_kwargs, engine._attached().target.images)
+    check_processors(model, input_ids, processors, config, model_kwargs)
     length = input_ids.shape[1]
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
@@ -199,7 +200,7 @@ def _read(
     config = _without_ends(config)
     settings = Settings.merge(None, config)  # ValueError names the first that the engine does not honour
     if not bool(mask.all()):
-        _refuse_counted_padding(settings)
+        refuse_counted_padding(settings)
     limits = [c.max_length - length for c in criteria if type(c) is MaxLengthCriteria]
     ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
     eos_ids = sorted({i for ids in ends for i in ids.flatten().tolist() if i >= 0})  # -1 is nobody's token
@@ -222,7 +223,7 @@ def _read(
         embed_prompts(engine._attached(), requests, {"input_ids": input_ids, "attention_mask": mask, **images})
     if wanted and any(request.embedded is not None for request in requests):
         raise ValueError(f"{wanted[0]}: the engine scores texts without images only; leave it out, or uninstall()")
-    _check_rotary(requests, mask, positions)
+    check_rotary(requests, mask, positions)
     pad = getattr(config, "_pad_token_tensor", None)
     pad_token = 0 if pad is None else int(pad)
     return GenerateCall(input_ids, requests, StoppingCriteriaList(others), bool(ends), pad_token, streamer)
@@ -282,86 +283,3 @@ def _without_ends(config: Any) -> Any:
     config.num_return_sequences, config.max_time, config.stop_strings = 1, None, None
     config.output_scores = config.output_logits = False
     return config
-
-
-def _check_forward_arguments(model_kwargs: dict[str, Any], images: Any) -> dict[str, Any]:
-    """Return the inputs that prompts with images have beside ids; ValueError for what the engine cannot pass on."""
-    given = {name: value for name, value in model_kwargs.items() if value is not None and name not in FORWARD_ARGUMENTS}
-    for name in given:
-        if name not in images.names:
-            raise ValueError(f"{name} is an argument of the model that the engine does not pass on")
-    for name in CACHES:
-        if _holds_tokens(model_kwargs.get(name)):
-            raise ValueError(f"{name} holds tokens: the engine has a cache of its own; give the whole prompt")
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(f"attention_mask has {mask.dim()} dimensions: expected [batch, tokens]")
-    if positions is not None and positions.dim() == 3 and images.moves_positions:
-        return given  # see `_check_rotary`
-    if positions is not None and mask is not None:
-        counted = mask.long().cumsum(-1) - 1
-        if positions.shape != counted.shape or not torch.equal(positions[mask.bool()], counted[mask.bool()]):
-            raise ValueError("position_ids: the engine counts from 0 along the mask; leave them out")
-    return given
-
-
-def _check_rotary(requests: list[Request], mask: torch.Tensor, positions: torch.Tensor | None) -> None:
-    """Raise ValueError for several positions a token, [n, B, T], that are not those of text where there is no image."""
-    if positions is None or positions.dim() != 3:
-        return
-    for row, request in enumerate(requests):
-        given = positions[-3:, row, mask[row].bool()]
-        own = torch.arange(given.shape[1], device=given.device).expand_as(given)
-        if request.embedded is not None and request.embedded.positions is not None:
-            own = request.embedded.positions[-3:]
-        if not torch.equal(given, own):
-            raise ValueError("position_ids: the engine has the model compute them; leave them out")
-
-
-def _holds_tokens(cache: Any) -> bool:
-    """Return whether a cache of transformers has read anything; recurrent layers count no tokens, but have a state."""
-    if cache is None:
-        return False
-    layers = getattr(cache, "layers", ())
-    if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
-        return bool(cache.get_seq_length() > 0)
-    return bool(cache.has_previous_state())
-
-
-def _check_processors(
-    model: Any, input_ids: torch.Tensor, processors: Any, config: Any, model_kwargs: dict[str, Any]
-) -> None:
-    """Refuse processors that the config does not say: they run in Python, a token at a time."""
-    expected = model._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=input_ids.shape[1],
-        encoder_input_ids=input_ids,
-        device=input_ids.device,
-        model_kwargs=model_kwargs,
-    )
-    own = [_describe(p) for p in expected]
-    for processor in processors:
-        if _describe(processor) not in own:
-            raise ValueError(
-                f"logits_processor {type(processor).__name__}: it runs in Python, a token at a time; express it with "
-                "settings such as repetition_penalty, bad_words_ids, sequence_bias, or attach(...) and SamplingParams"
-            )
-
-
-def _describe(processor: Any) -> tuple[str, str]:
-    """Return type and values of a processor, for comparison."""
-    return type(processor).__qualname__, repr(sorted(_plain(vars(processor))))
-
-
-def _plain(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        yield name, repr(value.tolist() if isinstance(value, torch.Tensor) else value)
-
-
-def _refuse_counted_padding(settings: Settings) -> None:
-    for name, off in COUNTS_PADDING.items():
-        if settings.get(name) not in (None, off):
-            raise ValueError(
-                f"{name}={settings.get(name)} with padded prompts: transformers counts padding as text, the engine "
-                "does not; give prompts one by one or of equal length"
-            )
