@@ -388,7 +388,7 @@ def test_traces_take_the_softmax_of_a_router_into_our_op():
         last, _ = (x * 3).softmax(0).topk(2)
         return values.to(torch.bfloat16), ids, torch.nn.functional.softmax(few, dim=1), kept, kept + 1, last
 
-    x = torch.randn(5, 6)
+    x = torch.randperm(30).view(5, 6) / 8  # no two are equal in bf16: which one topk takes then is not said
     graph = make_graph(routes, x)
     assert take_over_choices(graph) == 4
     graph.recompile()
