@@ -120,6 +120,18 @@ def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_pat
     assert tuned["loss"] == pytest.approx(second["loss"], rel=1e-3)
 
 
+def test_a_head_goes_on_with_another_draft_vocabulary(folder: Path, tmp_path: Path) -> None:
+    fit(folder, "eagle3", tmp_path / "head", "--max-steps", 1, "--draft-vocab-size", 40, "--aux-layers", "0,1,3")
+    again = ["--max-steps", 1, "--lr", "1e-9", "--init", tmp_path / "head", "--draft-vocab-size", 64]
+    report = fit(folder, "eagle3", tmp_path / "wider", *again)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "wider"))
+    assert report["draft_vocab_size"] == len(after["d2t"]) == 64 and len(before["d2t"]) == 40
+    assert "lm_head.weight" not in after  # the target has its rows
+    torch.testing.assert_close(after["fc.weight"], before["fc.weight"], atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"intermediate_size: .* takes only draft_vocab_size"):
+        fit(folder, "eagle3", tmp_path / "no", *again, "--intermediate-size", 8)
+
+
 def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, log = tmp_path / "head", tmp_path / "log.jsonl"
     fit(folder, "eagle", head, "--max-steps", 2)

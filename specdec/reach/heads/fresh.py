@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.core.draft.head import DraftHead
 from specdec.reach.heads.base import LayerConfig
 from specdec.reach.heads.block import BlockConfig, BlockHead
 from specdec.reach.heads.eagle import EagleConfig, EagleHead
@@ -76,6 +77,18 @@ def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tens
     norm.copy_(_final_norm_weight(model, config.layer.hidden_size))
     lm_head.copy_(rows[head.hot_ids.to(rows.device)])
     return head.to(rows.device)
+
+
+@torch.no_grad()
+def with_vocab(head: DraftHead, hot_ids: torch.Tensor, rows: torch.Tensor) -> Eagle3Head:
+    """Return a copy of an EAGLE-3 head that scores `hot_ids` [dv] int64, by those `rows` [V, h] of the target's."""
+    assert isinstance(head, Eagle3Head), "other heads score all tokens, or have more than rows for each"
+    other = Eagle3Head(replace(head.config, draft_vocab_size=hot_ids.numel()))
+    names = {name for name, _ in other.named_parameters()} - {"lm_head.weight"}
+    other.load_state_dict({name: p for name, p in head.state_dict().items() if name in names}, strict=False)
+    other.set_hot_vocab(hot_ids)
+    other.get_parameter("lm_head.weight").copy_(rows[other.hot_ids.to(rows.device)])
+    return other.to(rows.device)
 
 
 def block_config(

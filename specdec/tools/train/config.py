@@ -116,7 +116,8 @@ STANDALONE = Training(
 class HeadShape:
     """Shape of a fresh student; None: the algorithm's default.
 
-    init: a trained draft to continue from, a folder or Hub id; of the rest only file_format and embed_type go with it.
+    init: a trained draft to continue from, a folder or Hub id; of the rest only file_format and embed_type go with it,
+    and draft_vocab_size for eagle3, whose output head is rows of the target's then.
     intermediate_size: of the MLP. eagle3, block: draft_vocab_size and aux_layers, three for eagle3. nextn: copy_layer
     starts its layer as the target's last one with full attention. standalone: hidden_size, num_layers, num_heads,
     num_kv_heads, whose defaults take about 7 MB for a vocabulary of 49152; file_format "gguf", with the embedding as

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from specdec.core.draft.head import DraftHead
 from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.checkpoints.replacing import check_free, write_text
 from specdec.reach.heads.format import HeadFormat
 from specdec.reach.heads.formats import formats
+from specdec.reach.heads.fresh import with_vocab
 from specdec.reach.heads.load import load_head, save_head
 from specdec.reach.targets.pretrained import BUNDLED, load_draft
 from specdec.reach.targets.shape import TargetShape, vocab_size_of
@@ -143,7 +145,7 @@ def make_student(algo: str, setup: StudentSetup) -> Student:
     """Make a student of `algo`, fresh or from `setup.shape.init`; ValueError for shape fields that it does not take."""
     shape, takes = setup.shape, training_of(algo).takes
     if shape.init:
-        takes &= {"file_format", "embed_type"}
+        takes &= {"file_format", "embed_type", *(["draft_vocab_size"] if algo == "eagle3" else [])}
     changed = (f.name for f in fields(HeadShape) if getattr(shape, f.name) != f.default)
     given = [name for name in changed if name not in {"init", *takes}]
     if given:
@@ -161,11 +163,13 @@ def _head(setup: StudentSetup, row: HeadFormat) -> Student:
 
     if init:
         head = load_head(init, target, torch.float32, model.get_input_embeddings().weight.device, row.algo)
+        if setup.shape.draft_vocab_size != HeadShape.draft_vocab_size:
+            head = with_vocab(head, hot_ids(setup.shape.draft_vocab_size), model.get_output_embeddings().weight)
     else:
         head = row.fresh(model, setup.shape, setup.config.seed, hot_ids)
     objective = HeadObjective(model, head, setup.config)
     dtype, facts = objective.draft.weight.dtype, dict[str, Any]()
-    is_shared = row.shares_lm_head_rows and not init and not setup.config.train_lm_head
+    is_shared = row.shares_lm_head_rows and not setup.config.train_lm_head and has_rows_of(head, model)
     if row.shares_lm_head_rows:
         counts, num_hot = setup.corpus.answer_counts(head.vocab_size), head.hot_ids.numel()
         coverage = float(counts[head.hot_ids.cpu()].sum() / counts.sum())
@@ -178,6 +182,12 @@ def _head(setup: StudentSetup, row: HeadFormat) -> Student:
         save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth, overwrite=True)
 
     return Student(objective, facts, export)
+
+
+def has_rows_of(head: DraftHead, model: PreTrainedModel) -> bool:
+    """Return whether the output head of `head`, if it has one, is rows of that of `model`."""
+    rows = model.get_output_embeddings().weight
+    return head.lm_head is None or torch.equal(head.get_parameter("lm_head.weight"), rows[head.hot_ids].float())
 
 
 def _standalone(setup: StudentSetup) -> Student:
