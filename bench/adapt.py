@@ -67,7 +67,10 @@ def fine_tune(args: argparse.Namespace, folder: str) -> float:
         if (step + 1) % 20 == 0:
             loss = float(result.loss)
             print(f"step {step + 1} loss {loss:.3f}", flush=True)
-    adapted.merge_and_unload().eval().save_pretrained(folder)
+    merged = adapted.merge_and_unload().eval()
+    merged.hf_quantizer = None  # the weights are no GGUF's any more
+    del merged.config.quantization_config
+    merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return round(loss, 3)
 

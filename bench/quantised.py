@@ -15,7 +15,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +30,7 @@ from specdec.backends.triton.launch.ahead import compiling_ahead
 from specdec.backends.triton.linear import fp8 as fp8_kernels
 from specdec.backends.triton.linear import packed as packed_kernels
 from specdec.backends.triton.linear import parts
-from specdec.tools.measure.results import write_results
+from specdec.tools.measure.results import ResultFile
 from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
 from tests import quantised_models
 
@@ -55,20 +54,26 @@ def main() -> None:
     """Compare, then time engine by engine."""
     args = arguments()
     rows: list[dict[str, Any]] = []
-    for row in [] if args.no_products else chain(checks(), products(args.tiles) if DEVICE == "cuda" else ()):
-        print(row, flush=True)
-        rows.append(row)
-    for row in experts() if "mxfp4" in args.forms else ():
-        print(row, flush=True)
-        rows.append(row)
-    with quantised_models.without_the_hub():
-        for form in filter(None, args.forms.split(",")):
-            for row in timed(args, form):
-                print(row, flush=True)
-                rows.append(row)
-    if args.out:
-        write_results(args.out, "quantised", args.shape, {**vars(args), "out": None}, rows)
+    with (
+        ResultFile(args.out, "quantised", args.shape, {**vars(args), "out": None}) as file,
+        quantised_models.without_the_hub(),
+    ):
+        for row in measured(args):
+            print(row, flush=True)
+            rows.append(row)
+            file.write(rows)
     print(json.dumps({"rows": rows}))
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of products, then of engines."""
+    if not args.no_products:
+        yield from checks()
+        yield from products(args.tiles) if DEVICE == "cuda" else ()
+    if "mxfp4" in args.forms:
+        yield from experts()
+    for form in filter(None, args.forms.split(",")):
+        yield from timed(args, form)
 
 
 def timed(args: argparse.Namespace, form: str) -> Iterator[dict[str, Any]]:
