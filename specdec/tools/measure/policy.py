@@ -121,14 +121,16 @@ def _rounds(engine: Engine) -> dict[str, int]:
 
 def _runs(engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...]) -> float:
     """Return tokens/s over `grid.repeats` runs."""
-    runs = [_run(engine, prompts, grid, taus) for _ in range(grid.repeats)]
+    runs = [_run(engine, prompts, grid, taus, run) for run in range(grid.repeats)]
     return sum(tokens for tokens, _ in runs) / sum(seconds for _, seconds in runs)
 
 
-def _run(engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...]) -> tuple[int, float]:
+def _run(
+    engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...], run: int = 0
+) -> tuple[int, float]:
     """Return the tokens and seconds from when all requests decode until the first one ends; acceptance goes from one
-    of `taus` to the next with the mean length of texts."""
-    laws = [SamplingParams(seed=i) for i in range(len(prompts))]  # by which imposed acceptance is drawn
+    of `taus` to the next with the mean length of texts, and is drawn anew in every run."""
+    laws = [SamplingParams(seed=1000 * run + i) for i in range(len(prompts))]  # imposed acceptance is drawn by them
     length = grid.num_tokens(len(prompts), taus)
     requests = engine.submit(list(prompts), max_new_tokens=length, sampling=laws, ignore_eos=True)
     while not all(r.tokens for r in requests):
