@@ -49,6 +49,12 @@ def test_drafts_are_of_these_tokens_and_the_text_is_the_targets(algo, shape):
     engine.detach()
 
 
+def test_in_fp64():
+    model = tiny_model("llama").double().to(DEVICE)
+    with attached(model, random_draft(model, "eagle"), draft_vocab=40) as engine:
+        assert engine.report().draft["draft_vocab_size"] == 40
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_draft_that_is_right_stays_right_where_it_may(shape):
     """From graphs: a copy has all S drafts accepted if it may propose the tokens of the text, and none otherwise."""

@@ -15,7 +15,7 @@ from specdec.core.draft.worker import NarrowHead
 from specdec.core.target import Target
 from specdec.reach.targets.assistant import Assistant
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit; of wider types 1e-4
 NUM_STATES = 4  # states that both heads score
 _SETTING = "draft_vocab"
 
@@ -96,7 +96,7 @@ def _check(
     random = torch.Generator().manual_seed(0)
     states = torch.randn(NUM_STATES, weight.shape[1], generator=random, device="cpu").to(weight.device, weight.dtype)
     whole, own = score(states)[:, places].float(), narrow(states).float()
-    if not (whole - own).abs().max() <= TOLERANCE[weight.dtype] * whole.abs().max():
+    if not (whole - own).abs().max() <= TOLERANCE.get(weight.dtype, 1e-4) * whole.abs().max():
         raise ValueError(
             f"{_told(config)}: this model's output head does more than multiply (it scales or caps logits), so rows of "
             f"it score differently; leave {_SETTING} out"
