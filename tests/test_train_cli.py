@@ -19,8 +19,9 @@ from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.heads.load import detect_algo
 from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.commands.train import app, print_json
+from specdec.tools.train.adapt import LOGGED
 from specdec.tools.train.data import Corpus
-from specdec.tools.train.generation import Generation, shard_jobs
+from specdec.tools.train.generation import Generation, prepare, shard_jobs
 from specdec.tools.train.trainer import LossWatch, Trainer
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
@@ -147,6 +148,12 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, mo
     better = invoke("adapt", target, head, *common, "--from-log", log, "--minutes", 0.03, "--out", good, "--lr", 1e-2)
     assert better["is_better"] and better["tau"] > better["tau_before"]
     prompts = ["--prompts", folder / "questions.jsonl", "--max-new-tokens", 8]
+    short = ["--from-log", tmp_path / "short", "--minutes", 0.01, "--out", tmp_path / "none"]
+    short[1].write_text("\n".join(json.dumps({name: [5 + i] for name in LOGGED}) for i in range(9)), "utf-8")
+    with pytest.raises(ValueError, match=r"no held-out answer has two tokens after the first num_steps=3 .*: expected"):
+        invoke("adapt", target, head, *common, *short)
+    with pytest.raises(ValueError, match=r"lr=0\.0: expected a finite number above 0"):
+        invoke("adapt", target, head, *common, *short, "--lr", 0)
     evaluate, worse = Trainer.evaluate, count()
 
     def grows_worse(trainer: Trainer) -> dict[str, Any]:
@@ -161,9 +168,6 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, mo
     assert all(torch.equal(kept[name], given[name]) for name in given)
     with pytest.raises(ValueError, match="neither of prompts"):
         invoke("adapt", target, head, *common, "--out", tmp_path / "none")
-    log.write_text('{"prompt_token_ids": [3]}')
-    with pytest.raises(ValueError, match=r"log\.jsonl, line 1: expected an object with lists of ids"):
-        invoke("adapt", target, head, *common, "--from-log", log, "--out", tmp_path / "none")
 
 
 def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path) -> None:
@@ -265,6 +269,18 @@ def test_run_says_what_its_user_can_do_about_too_few_prompts(folder: Path, tmp_p
     run = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
     named = re.findall(r"--[a-z0-9-]+", str(told.value).partition("`specdec train fit`")[0])
     assert len(named) == 3 and all(option in run for option in named)
+
+
+def test_places_that_cannot_be_written_are_named_before_any_work(folder: Path, tmp_path: Path) -> None:
+    generation, file = Generation(gsm8k=folder / "questions.jsonl"), folder / "questions.jsonl"
+    with pytest.raises(ValueError, match=r"out='.*' is a folder: expected a file for the corpus"):
+        prepare(tmp_path, generation, target="nowhere", overwrite=True)
+    with pytest.raises(ValueError, match=r"cannot be written: '.*questions.jsonl' is a file, expected a folder"):
+        prepare(file / "c.safetensors", generation, target="nowhere")
+    with pytest.raises(ValueError, match=r"cannot be written: '.*questions.jsonl' is a file, expected a folder"):
+        fit(folder, "eagle", file / "head", "--max-steps", 1)
+    with pytest.raises(ValueError, match="held_out=-1: expected an integer of at least 0"):
+        fit(folder, "eagle", tmp_path / "head", "--held-out", -1, "--max-steps", 1)
 
 
 def test_run_generates_and_fits(folder: Path, tmp_path: Path) -> None:

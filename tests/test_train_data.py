@@ -13,6 +13,7 @@ import torch
 from specdec.core.functional.sampling import SamplingParams
 from specdec.core.text.inputs import encode
 from specdec.core.text.prompts import chat_ids, read_questions
+from specdec.tools.train.adapt import read_log
 from specdec.tools.train.batches import Batches
 from specdec.tools.train.data import Corpus, choose_hot_vocab, split_held_out
 from specdec.tools.train.regenerate import (
@@ -189,14 +190,40 @@ def test_the_frame_is_found_for_any_template(tmp_path: Path) -> None:
         ("[1]", "train.jsonl:3: not a prompt"),
         ('{"question": 5}', "train.jsonl:3: not a prompt"),
         ('{"question": " "}', "train.jsonl:3: not a prompt"),
+        pytest.param("[" * 10**5, "train.jsonl:3: not JSON", id="nested"),
+        ("\udce9", "train.jsonl: expected text in UTF-8, which it is not"),
         (None, "holds no prompts; expected one of"),
     ],
 )
 def test_bad_questions_are_named_by_their_line(tmp_path: Path, line: str | None, said: str) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text("" if line is None else f'{{"question": "1+1?"}}\n\n{line}\n', "utf-8")
+    path.write_text("" if line is None else f'{{"question": "1+1?"}}\n\n{line}\n', "utf-8", "surrogateescape")
     with pytest.raises(ValueError, match=said):
         chat_ids(read_questions(path), WordTokenizer())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt_token_ids": [3]}', r"log:3: {'prompt_token_ids': \[3\]}: expected an object with lists of ids"),
+        ("3", "log:3: 3: expected an object"),
+        ('{"prompt_token_ids": "12", "token_ids": [3]}', "log:3: prompt_token_ids='12': expected a list of token ids"),
+        ('{"prompt_token_ids": [3], "token_ids": [4.5]}', r"log:3: token_ids=\[4.5\] \(item 0 is 4.5\): expected"),
+        ('{"prompt_token_ids": [-1], "token_ids": [3]}', r"item 0 is -1\): expected"),
+        ('{"prompt_token_ids": [3], "token_ids": [Infinity]}', r"item 0 is inf\): expected"),
+        ('{"prompt_token_ids": [2147483648], "token_ids": [3]}', r"item 0 is 2147483648\): expected"),
+        ("\udce9", "expected text in UTF-8"),
+    ],
+)
+def test_bad_lines_of_a_log_are_named(tmp_path: Path, line: str, said: str) -> None:
+    good = '{"prompt_token_ids": [3, 4], "token_ids": [5], "note": "\u2028"}\n'
+    (tmp_path / "log").write_text(good + "\n", "utf-8-sig")
+    assert len(read_log(tmp_path / "log")) == 1
+    (tmp_path / "log").write_text(good + "\n" + line, "utf-8", "surrogateescape")
+    with pytest.raises(ValueError, match=said):
+        read_log(tmp_path / "log")
+    with pytest.raises(ValueError, match="nolog': no such file; expected what `specdec serve --log` writes"):
+        read_log(tmp_path / "nolog")
 
 
 def test_the_target_writes_user_turns() -> None:

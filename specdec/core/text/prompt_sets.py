@@ -103,7 +103,7 @@ def sets() -> Mapping[str, FileLayout]:
 def _questions(file: Path, layout: FileLayout, limit: int | None) -> Iterator[Question]:
     """Yield the questions of `file`; ValueError names a line that does not have the layout's form."""
     count = 0
-    for place, record in _records(file):
+    for place, record in records(file):
         turns = layout.turns(record) if isinstance(record, dict) else None
         if not turns or not all(isinstance(t, str) and t.strip() for t in turns):
             found = f"none of {QUESTION_KEYS} in {sorted(record)}" if isinstance(record, dict) else repr(record)[:80]
@@ -119,9 +119,12 @@ def _questions(file: Path, layout: FileLayout, limit: int | None) -> Iterator[Qu
         raise ValueError(f"prompt file {str(file)!r} holds no prompts; expected {layout.expects}")
 
 
-def _records(file: Path) -> Iterator[tuple[str, Any]]:
+def records(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield each record of JSON lines, or of one JSON list, with its place for messages."""
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected text in UTF-8, which it is not ({error}); save it anew") from error
     if text.lstrip().startswith("["):
         yield from ((f"{file}, item {i}", record) for i, record in enumerate(_parsed(text, str(file)), 1))
         return
@@ -134,7 +137,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
 def _parsed(text: str, place: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON ({error})") from error
 
 

@@ -26,6 +26,7 @@ def check_free(folder: str | Path, overwrite: bool) -> None:
     A checkpoint in shards with an index is never overwritten: readers would go on loading the old shards.
     """
     folder = Path(folder)
+    check_place(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is a file: expected a folder to write to")
     found = sorted(f.name for pattern in (*CHECKPOINT, *INDICES) for f in folder.glob(pattern))
@@ -39,6 +40,13 @@ def check_free(folder: str | Path, overwrite: bool) -> None:
         raise ValueError(
             f"{str(folder)!r} holds {listed[0]}, which readers would follow: take that checkpoint away first"
         )
+
+
+def check_place(path: Path) -> None:
+    """Raise ValueError if a file is where a folder that is to hold `path` should be."""
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{str(path)!r} cannot be written: {str(nearest)!r} is a file, expected a folder")
 
 
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,9 +1,10 @@
 """Continues a trained draft on what its target writes now: a fine-tuned model's text, or the prompts of one's users."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from specdec.core.ranges import list_of, shown, whole
+from specdec.core.text.prompt_sets import records
 from specdec.reach.checkpoints.replacing import check_free
 from specdec.reach.heads.load import detect_algo
 from specdec.tools.train.config import HeadShape, recipe
@@ -14,6 +15,7 @@ from specdec.tools.train.generation import Generation, prepare
 GENERATING = 0.4  # share of the minutes that goes into text, where there is none yet
 GENTLE = 0.25  # share of the recipe's learning rate: the draft is trained already
 LOGGED = ("prompt_token_ids", "token_ids")  # keys of a log's lines
+IDS = list_of(whole(0, 2**31 - 1), "token ids")
 
 
 def adapt(
@@ -50,7 +52,7 @@ def adapt(
         generation = Generation(gsm8k=prompts, gen_minutes=GENERATING * minutes, max_new_tokens=max_new_tokens)
         made = prepare(corpus, generation, target=target, overwrite=overwrite, **where)
         training = max(minutes - made["answers"]["gen_minutes"], (1 - GENERATING) * minutes)  # answers may take longer
-    config = recipe(algo, minutes=training, lr=lr or GENTLE * recipe(algo, minutes=1.0).lr)
+    config = recipe(algo, minutes=training, lr=GENTLE * recipe(algo, minutes=1.0).lr if lr is None else lr)
     shape = HeadShape(init=head)
     result = train(
         [corpus], out, config, algo=algo, shape=shape, target=target, never_worse=True, overwrite=overwrite, **where
@@ -60,15 +62,13 @@ def adapt(
 
 def read_log(path: Path) -> Corpus:
     """Return the texts of a log as a corpus. ValueError names a line that has no ids, or a log without any."""
+    if not path.is_file():
+        raise ValueError(f"log {str(path)!r}: no such file; expected what `specdec serve --log` writes")
     pairs = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            prompt, answer = (list(map(int, entry[key])) for key in LOGGED)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{path}, line {number}: expected an object with lists of ids {LOGGED}: {error}"
-            ) from error
+    for place, entry in records(path):
+        if not isinstance(entry, dict) or not entry.keys() >= set(LOGGED):
+            raise ValueError(f"{place}: {shown(entry)}: expected an object with lists of ids {LOGGED}")
+        prompt, answer = (IDS.check(f"{place}: {key}", entry[key]) for key in LOGGED)
         if prompt and answer:
             pairs.append((prompt, answer))
     if not pairs:

@@ -180,7 +180,7 @@ def split_held_out(corpus: Corpus, num_held_out: int, seed: int) -> tuple[Corpus
             f"the corpus has {len(corpus)} sequences of {len(members)} prompts; {num_held_out} or more sequences are "
             "held out, with all of their prompts, and nothing is left to train on. Generate from more prompts: --gsm8k "
             "with more questions, --chats, a longer --gen-minutes; `specdec train fit` takes several --corpus, and "
-            "--held-out 0"
+            "--held-out 0; `specdec train adapt` more --prompts, or a longer log"
         )
     return corpus.select(train), corpus.select(sorted(held_out))
 

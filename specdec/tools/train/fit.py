@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.core.draft.head import DraftHead
+from specdec.core.ranges import whole
 from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.checkpoints.replacing import check_free, write_text
 from specdec.reach.heads.format import HeadFormat
@@ -57,6 +58,7 @@ def train(
     replace another draft in `out`, and the checkpoint of a run that was broken off. never_worse: also return
     `tau_before`, and export the draft as it was if training has not raised tau.
     """
+    held_out = whole(0).check("held_out", held_out)
     check_free(out, overwrite or resume)  # now, not after hours of training
     checkpoint = checkpoint_of(out)
     check_checkpoint(checkpoint, resume, overwrite)
@@ -89,6 +91,11 @@ def train(
 def _fit_or_keep(trainer: Trainer) -> dict[str, Any]:
     """Train; weights of a student that is not better on the held-out text are what they were."""
     module, before = trainer.objective.optimizer.module, trainer.evaluate()
+    if not before["tau"]:
+        raise ValueError(
+            f"no held-out answer has two tokens after the first num_steps={trainer.config.num_steps} of its text, so "
+            "that no round of a draft can be measured: expected longer answers, or more of them"
+        )
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     result = trainer.fit()
     if result["tau"] <= before["tau"]:

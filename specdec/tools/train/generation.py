@@ -16,6 +16,7 @@ from specdec.api import Engine, attach
 from specdec.core.ranges import FLAG, Range, check_fields, optional, whole
 from specdec.core.text.inputs import encode
 from specdec.core.text.prompts import chat_ids, read_questions, tokenizer_fingerprint
+from specdec.reach.checkpoints.replacing import check_place
 from specdec.reach.targets.pretrained import BUNDLED
 from specdec.reach.targets.shape import position_limit
 from specdec.tools.options import option, ranges_of
@@ -113,6 +114,9 @@ def prepare(
 
     overwrite: replace a file that is there.
     """
+    check_place(out)
+    if out.is_dir():
+        raise ValueError(f"out={str(out)!r} is a folder: expected a file for the corpus, such as corpus.safetensors")
     if out.exists() and not overwrite:  # it may have taken hours
         raise ValueError(
             f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "
