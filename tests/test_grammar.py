@@ -16,7 +16,7 @@ from specdec.core.functional.sampling import Guide, constrain, guided
 from specdec.core.functional.tree import Tree, ancestor_bits, chain, force
 from specdec.core.grammar.feed import MaskFeed
 from specdec.core.grammar.grammar import MOST_DEPTH
-from specdec.core.grammar.matcher import Constraint
+from specdec.core.grammar.matcher import Constraint, is_allowed
 from tests.faults import missing_pages
 from tests.grammars import EOS, GRAMMARS, SCHEMA, masks_after, plain_law, plain_text, spm_tokenizer, tiny_tokenizer
 from tests.heads import ALGOS, random_draft
@@ -237,6 +237,23 @@ def test_masks_for_greedy_choices_choose_what_those_of_all_nodes_do(compiler):
             texts.append(text)
         assert texts[0] == texts[1], (tokens, choices)
     assert num_left_out > 20
+
+
+def test_greedy_choices_are_those_of_masks_where_text_is_forced(compiler):
+    """Masks have it in its usual tokens; the library would accept others."""
+    matcher, mask = compiler.compile(GRAMMARS["json"]).matcher(), np.zeros(VOCAB // 32, np.int32)
+    spelled, usual = TOKENIZER.convert_tokens_to_ids(list('{"name')), matcher.forced()
+    for tokens, allowed in ((spelled, 0), (usual, len(usual)), ([*usual[:1], *spelled[2:]], 1)):
+        count = 0
+        while count < len(tokens) and matcher.fill(mask) and is_allowed(mask, tokens[count]):
+            assert matcher.accept(tokens[count])
+            count += 1
+        matcher.rollback(count)
+        assert matcher.num_allowed(tokens) == count == allowed
+    constraint = Constraint(matcher, {EOS}, compiler.eos_ids)
+    masks = np.full((2, VOCAB // 32), -1, np.int32)
+    assert constraint.fill_choices([0, spelled[0]], [0, 0], spelled[:2], masks)
+    assert is_allowed(masks[0], usual[0]) and not is_allowed(masks[0], spelled[0])
 
 
 def test_forced_tokens_are_looked_for_less_where_there_are_none(compiler):

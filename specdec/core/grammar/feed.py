@@ -7,7 +7,7 @@ is told, so that it reads them while the draft extends. Rounds of batches withou
 
 Masks of a batch may take longer than the verification that hides them. So drafts get no more of them once the device
 has waited for `GUIDE_S`, and greedy requests, while it waits, only where the token that they would choose is forbidden,
-which a matcher says in a µs or two.
+which a matcher says in the time of a mask or less.
 """
 
 import math

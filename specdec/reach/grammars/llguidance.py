@@ -113,7 +113,12 @@ class LLGMatcher:
         return self.library.try_consume_tokens([token]) == 1
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        return self.library.validate_tokens(list(tokens))
+        # Where text is forced, masks allow it as it is usually written alone; the library accepts any tokens of it.
+        taken = 0
+        while taken < len(tokens) and self.forced()[:1] in ([], [tokens[taken]]) and self.accept(tokens[taken]):
+            taken += 1
+        self.rollback(taken)
+        return taken
 
     def rollback(self, num: int) -> None:
         self.library.rollback(num)
