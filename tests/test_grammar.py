@@ -117,13 +117,15 @@ def test_penalties_bans_and_logprobs_are_of_the_constrained_law(model, compiler)
     engine = engine_of(model, "eagle3", CHAIN, cuda_graph=None, logprobs=3)
     grammar, rules = GRAMMARS["regex"], SamplingParams(repetition_penalty=1.3, logit_bias={TOKENIZER.encode("0")[0]: 9})
     out = engine.generate(PROMPTS[:2], max_new_tokens=28, grammar=grammar, sampling=[rules, SamplingParams()])
+    free = engine.generate(prompt := PROMPTS[1], max_new_tokens=16, grammar=GRAMMARS["json"]).requests[0]
     engine.detach()
-    text, prompt = out.tokens[1], PROMPTS[1]
+    text = out.tokens[1]
     assert out.texts[0].endswith("000") and text == plain_text(model, compiler.compile(grammar), prompt, 28)
-    masks = masks_after(compiler.compile(grammar), text[:-1])
-    for i, (mask, own) in enumerate(zip(masks, out.requests[1].logprobs, strict=True)):
-        law = plain_law(model, [*prompt, *text[:i]], mask, SamplingParams(temperature=1.0))
-        assert own.logprob == pytest.approx(law[text[i]].log().item(), abs=1e-3)
+    for one, rule in ((out.requests[1], grammar), (free, GRAMMARS["json"])):  # the batch of `free` is greedy, too
+        masks = masks_after(compiler.compile(rule), one.tokens[:-1])
+        for i, (mask, own) in enumerate(zip(masks, one.logprobs, strict=True)):
+            law = plain_law(model, [*prompt, *one.tokens[:i]], mask, SamplingParams(temperature=1.0))
+            assert own.logprob == pytest.approx(law[one.tokens[i]].log().item(), abs=1e-3)
 
 
 @pytest.mark.gpu

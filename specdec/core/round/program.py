@@ -186,8 +186,8 @@ class Round:
     def _constrain(self, batch: RoundBatch, tree: Tree, logits: torch.Tensor) -> None:
         """Mask logits [bs, D, V] of all nodes by the grammars of their requests, in place."""
         assert self.feed is not None
-        choices = None
-        if batch.sampling is None and not batch.is_processed:
+        choices, is_told = None, self.state.logprobs is not None or self.state.digests is not None
+        if batch.sampling is None and not batch.is_processed and not is_told:
             nodes = tree.tokens.reshape(-1)
             roots = self.ops.chain(nodes, nodes.new_empty(len(nodes), 0))
             choices = self.ops.verify_greedy(logits.view(len(nodes), 1, -1), roots, 0).tokens.view(tree.tokens.shape)
