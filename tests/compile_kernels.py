@@ -136,6 +136,7 @@ def products_of_experts() -> None:
 def adapters() -> None:
     """Low-rank products of plain steps, of rounds and of prefills, of every rank; odd sizes."""
     from specdec.backends.linear.lora import RANKS
+    from specdec.backends.triton.linear import adapted
     from specdec.backends.triton.linear.lora import lora
 
     for num_rows, K, sizes in ((32, 4096, (4096, 1024, 1024)), (128, 14336, (4096,)), (2048, 4096, (99,))):
@@ -144,6 +145,14 @@ def adapters() -> None:
             a = [torch.zeros(3, rank, K, dtype=torch.bfloat16) for _ in sizes]
             b = [torch.zeros(3, size, rank, dtype=torch.bfloat16) for size in sizes]
             lora(x, y, a, b, [torch.zeros(3)] * len(sizes), torch.zeros(num_rows, dtype=torch.int64))
+    few = ((1, 14336, (4096,), ""), (32, 4096, (4096, 1024, 1024), ""), (64, 4096, (14336,) * 2, "silu"))
+    for num_rows, K, sizes, activation in (*few, (128, 4096, (14336,) * 2, "silu"), (128, 4096, (28672,), "")):
+        for rank in RANKS:
+            x, weight = (torch.zeros(size, K, dtype=torch.bfloat16) for size in (num_rows, sum(sizes)))
+            a = [torch.zeros(3, rank, K, dtype=torch.bfloat16) for _ in sizes]
+            given = a, [torch.zeros(3, size, rank, dtype=torch.bfloat16) for size in sizes], [torch.zeros(3)] * len(a)
+            assert adapted.takes(x, weight, None, *given, activation)
+            adapted.lora_linear(x, weight, None, *given, activation, torch.zeros(num_rows, dtype=torch.int64))
 
 
 def latents() -> None:

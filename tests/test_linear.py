@@ -152,7 +152,7 @@ def test_norms_read_strided_heads_in_place():
 
 
 def test_products_by_our_kernel_take_rows_of_any_shape(monkeypatch):
-    monkeypatch.setattr(ops, "_is_ours", lambda x, weight: True)
+    monkeypatch.setattr(ops, "is_ours", lambda x, weight: True)
     x, weight = random(2, 3, 48, dtype=torch.float16)[..., 16:], random(24, 32, dtype=torch.float16, seed=1)
     for rows in (x, x[:, :1], x[0, 0], x[:0]):
         ours, twin = ops.linear(rows, weight), product_twin(rows, weight, None, None)

@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from torch import fx
 
-from specdec.backends.linear.lora import lora, lora_twin
+from specdec.backends import linear as ops
+from specdec.backends.linear.lora import lora, lora_linear, lora_linear_twin, lora_twin
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.op import adapter_scope, adapters_of_tokens
+from specdec.backends.triton.linear import adapted, gates, products
 from specdec.backends.triton.linear import lora as kernels
 from specdec.core.batch import ForwardMode
+from specdec.reach.targets.compiling.adapters import take_in_adapters
 from tests.test_linear import DEVICE, assert_close, random
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,6 +41,120 @@ def test_kernels_equal_their_twin_and_bits_are_a_rows_own(dtype, monkeypatch):
         for i in range(3):
             one = slice(i, i + 1)
             assert kernels.lora(x[one], y[one], *given, adapters[one]).equal(ours[one])
+
+
+def product_of(num_rows, K, sizes, rest=0, rank=16, num=5, dtype=torch.bfloat16):
+    """Rows, weight, bias, and adapters: 1 to `num` and none in turn, two rows each.
+
+    For numpy, whose order of a sum depends on shapes, all are eighths, and sums exact; low-rank ones are rounded, too.
+    """
+
+    def eighths(t):
+        return t if t.is_cuda else (t * 8).round() / 8
+
+    N, adapters = sum(sizes) + rest, torch.arange(num_rows, device=DEVICE) // 2 % (num + 1)
+    x, weight, bias = (random(*shape, dtype=dtype) for shape in ((num_rows, K), (N, K), (N,)))
+    a, b, scales = weights(num, rank, K, sizes, dtype)
+    given = eighths(x), eighths(weight * K**-0.5), eighths(bias), [*map(eighths, a)], [*map(eighths, b)], scales
+    return given, adapters
+
+
+def apart(x, weight, bias, a, b, scales, activation, adapters):
+    y = kernels.lora(x, products.product(x, weight, bias, None), a, b, scales, adapters)
+    return gates.gate(y, activation) if activation else y
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 32, 128])
+def test_one_product_has_the_bits_of_product_adapters_and_gate_apart(num_rows):
+    for sizes, rest, activation, rank, K in (
+        ((64,), 0, "", 16, 1040),
+        ((64, 128, 64), 0, "", 16, 72),
+        ((64,), 70, "", 64, 80),
+        ((24, 24), 0, "silu", 64, 72),
+    ):
+        given, adapters = product_of(num_rows, K, sizes, rest, rank, dtype=torch.float16)
+        assert adapted.takes(*given, activation)
+        ours = adapted.lora_linear(*given, activation, adapters)
+        assert ours.equal(apart(*given, activation, adapters))
+        assert_close(ours, lora_linear_twin(*given, activation, adapters), 5)
+        (x, *others), order = given, torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        assert adapted.lora_linear(x[order], *others, activation, adapters[order]).equal(ours[order])
+        for i in range(min(num_rows, 3)):
+            alone = adapted.lora_linear(x[i : i + 1], *others, activation, adapters[i : i + 1])
+            assert alone.equal(ours[i : i + 1])
+
+
+def test_what_is_not_finite_in_an_adapter_stays_in_its_rows():
+    given, adapters = product_of(6, 40, (64, 64), num=2)
+    given[4][0][1, 3, 2] = torch.inf
+    ours = adapted.lora_linear(*given, "", adapters)
+    assert ours.isfinite().all(1).tolist() == (adapters != 2).tolist() and ours[adapters == 2][:, 64:].isfinite().all()
+    torch.testing.assert_close(ours, apart(*given, "", adapters), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "sizes", "activation"),
+    [(5, (64, 64), "silu"), (5, (128,), "silu"), (5, (40, 64), ""), (130, (64,), ""), (0, (64,), "")],
+    ids=["taken", "one part", "odd parts", "many rows", "none"],
+)
+def test_the_op_has_the_bits_of_ops_apart(num_rows, sizes, activation):
+    (x, *given), adapters = product_of(num_rows, 40, sizes)
+    assert adapted.takes(x, *given, activation) == (num_rows == 5 and sizes == (64, 64))
+    with adapter_scope(adapters):
+        y = lora(x, ops.linear(x, *given[:2]), *given[2:])
+        ours = lora_linear(x.unsqueeze(0), *given, activation)
+    assert ours[0].equal(ops.gate(y, activation) if activation else y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_rows", "sizes", "activation"),
+    [(1, (4096,), ""), (32, (4096, 1024, 1024), ""), (32, (14336,) * 2, "silu"), (128, (14336,) * 2, "silu")],
+)
+def test_every_replay_reads_its_own_sums(num_rows, sizes, activation):
+    """Two products in a row, whose second launches begin while the first ones run."""
+    (source, *given), adapters = product_of(num_rows, 4096, sizes, num=16)
+    own, graph = adapters.clone(), torch.cuda.CUDAGraph()
+
+    def run(one):
+        first = one(source + 0, *given)
+        return first, one(first[:, :4096].contiguous(), *given)
+
+    def one_by_one(x, weight, bias, a, b, scales):
+        y = lora(x, ops.linear(x, weight, bias), a, b, scales)
+        return ops.gate(y, activation) if activation else y
+
+    with torch.inference_mode(), adapter_scope(own):
+        run(lambda *args: lora_linear(*args, activation))
+        with torch.cuda.graph(graph):
+            found = run(lambda *args: lora_linear(*args, activation))
+        for step in range(50):
+            own.copy_(torch.where(adapters % 3 == step % 4, 0, (adapters + step) % 17))
+            source.copy_(random(num_rows, 4096, seed=step))
+            graph.replay()
+            assert all(a.equal(b) for a, b in zip(found, run(one_by_one), strict=True)), step
+
+
+def test_products_take_in_adapters_where_nothing_else_reads_them():
+    of = torch.ops.specdec
+
+    def layer(x, weight, a, b, scale):
+        both = of.lora.default(x, of.linear.default(x, weight, None), [a, a], [b, b], [scale, scale])
+        read_twice = of.linear.default(x, weight, None)
+        one = of.lora.default(x, of.linear.default(x, weight, None), [a], [b], [scale])
+        other = of.lora.default(one, of.linear.default(x, weight, None), [a], [b], [scale])
+        return (
+            of.gate.default(both, "silu"),
+            of.gate.default(one, "silu"),
+            other,
+            read_twice,
+            of.lora.default(x, read_twice, [a], [b], [scale]),
+        )
+
+    graph = fx.symbolic_trace(layer)
+    take_in_adapters(graph)
+    names = [str(node.target).split(".")[1] for node in graph.graph.nodes if node.op == "call_function"]
+    assert names == ["linear", "lora_linear", "linear", "lora", "lora_linear", "gate", "lora"]
 
 
 def test_the_op_finds_the_adapter_of_each_row():

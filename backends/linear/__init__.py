@@ -35,7 +35,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 )
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return `linear` of 16-bit x and weight without the rounding, in fp32, as routers of experts have it."""
-    if not _is_ours(x, weight):
+    if not is_ours(x, weight):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     from specdec.backends.triton.linear import products
 
@@ -101,7 +101,7 @@ def add_rms_norm(
 def _product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
 ) -> torch.Tensor:
-    if not _is_ours(x, weight):
+    if not is_ours(x, weight):
         return product_twin(x, weight, bias, activation)
     from specdec.backends.triton.linear import cublas
 
@@ -110,7 +110,7 @@ def _product(
     return product.view(*x.shape[:-1], product.shape[1])
 
 
-def _is_ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether the product of `x` and `weight` has a kernel of ours."""
     return has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
 

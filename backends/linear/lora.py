@@ -1,6 +1,7 @@
-"""`specdec::lora`: what low-rank adapters add to linear products, in each row that of its own adapter.
+"""`specdec::lora`: what low-rank adapters add to linear products, in each row that of its own adapter; `lora_linear`:
+the product, too.
 
-The op knows no names: `adapter_scope` holds the adapter of each row of the forward in flight, 0 for none. A row's
+The ops know no names: `adapter_scope` holds the adapter of each row of the forward in flight, 0 for none. A row's
 bits depend on that row and its adapter alone: K goes in chunks, each in order, which are summed in order.
 """
 
@@ -9,8 +10,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from specdec.backends.gates import gate_twin
 from specdec.backends.library import op
-from specdec.backends.linear import has_kernels
+from specdec.backends.linear import gate, has_kernels, is_ours, linear
+from specdec.backends.linear.reference import product_twin
 from specdec.backends.op import adapters_in_scope
 
 MAX_RANK = 128
@@ -43,6 +46,38 @@ def lora(
     return by_kernels(rows, wide, a, b, scales, adapters).view(y.shape)
 
 
+@op(
+    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor[] a, Tensor[] b, Tensor[] scales, str activation='')"
+    " -> Tensor",
+    lambda x, weight, bias, a, b, scales, activation="": x.new_empty(
+        *x.shape[:-1], weight.shape[0] // (2 if activation else 1)
+    ),
+)
+def lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    activation: str = "",
+) -> torch.Tensor:
+    """Return `lora` of x and `linear`(x, weight, bias), and its `gate` where there is an activation, with their bits.
+
+    Two launches do it for few rows, where parts begin at multiples of the product's tiles, and gate and up are parts.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if is_ours(x, weight) and all(t.dtype == x.dtype for t in (*a, *b)):
+        from specdec.backends.triton.linear import adapted
+
+        if adapted.takes(rows, weight, bias, a, b, scales, activation):
+            adapters = adapters_in_scope()(len(rows))
+            y = adapted.lora_linear(rows, weight, bias, a, b, scales, activation, adapters)
+            return y.view(*x.shape[:-1], y.shape[1])
+    y = lora(x, linear(x, weight, bias), a, b, scales)
+    return gate(y, activation) if activation else y
+
+
 def lora_twin(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -63,3 +98,18 @@ def lora_twin(
                 part.copy_(torch.where(is_own, (part.float() + added).to(y.dtype), part))
         begin += of_b.shape[1]
     return out
+
+
+def lora_linear_twin(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    activation: str,
+    adapters: torch.Tensor,
+) -> torch.Tensor:
+    """See `lora_linear`; x [T, K], adapters [T]."""
+    y = lora_twin(x, product_twin(x, weight, bias, None), a, b, scales, adapters)
+    return gate_twin(y, activation) if activation else y

@@ -42,9 +42,16 @@ class CachedLaunch:
     cache does.
     """
 
-    def __init__(self, kernel: Any, num_warps: int = 4, num_stages: int = 3, maxnreg: int | None = None):
+    def __init__(
+        self,
+        kernel: Any,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        maxnreg: int | None = None,
+        launch_pdl: bool = False,
+    ):
         self._kernel = kernel
-        self._options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        self._options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg, "launch_pdl": launch_pdl}
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, grid: Sequence[int], *args: Any, **constants: Any) -> None:

@@ -39,6 +39,65 @@ def _next_adapter(own, before):
     return tl.min(tl.where(own > before, own, tl.max(own, 0) + 1), 0)
 
 
+@triton.jit
+def chunk_sums(
+    x,
+    matrix,
+    rows,
+    counts,
+    chunk,
+    K,
+    stride_x,
+    CHUNK: tl.constexpr,
+    RANK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return matrix [RANK, K] @ rows of x, over one chunk of K: [RANK, BLOCK_M] fp32, 0 of rows that do not count."""
+    low, r = tl.zeros([RANK, BLOCK_M], tl.float32), tl.arange(0, RANK)
+    for k in range(chunk * CHUNK, tl.minimum(K, (chunk + 1) * CHUNK), BLOCK_K):
+        columns = k + tl.arange(0, BLOCK_K)
+        inside = (columns < K)[None, :]
+        w = tl.load(matrix + r[:, None] * K + columns[None, :], mask=inside, other=0.0)
+        tile = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=counts[:, None] & inside, other=0.0)
+        fence_copies(RANK)
+        low = dot(w, tile.T, low, UPCAST)
+    return low
+
+
+@triton.jit
+def low_rows(sums, rows, own, num_rows, NUM_CHUNKS: tl.constexpr, RANK: tl.constexpr, DTYPE: tl.constexpr):
+    """Return x @ A.T of rows [BLOCK_M, RANK]: the sums of one part, chunks in order, rounded; 0 without an adapter."""
+    low, r = tl.zeros([rows.shape[0], RANK], tl.float32), tl.arange(0, RANK)
+    for chunk in tl.static_range(NUM_CHUNKS):
+        at = sums + (chunk * num_rows + rows)[:, None] * RANK + r[None, :]
+        low += tl.load(at, mask=(own > 0)[:, None], other=0.0)
+    return low.to(DTYPE)
+
+
+@triton.jit
+def one_by_one(weights, low, own, n, size, UPCAST: tl.constexpr):
+    """Return columns n of B @ low [BLOCK_N, BLOCK_M] fp32, with B [size, RANK] of each row's own adapter."""
+    r, added = tl.arange(0, low.shape[1]), tl.zeros([n.shape[0], low.shape[0]], tl.float32)
+    current, last = _next_adapter(own, 0), tl.max(own, 0)
+    while current <= last:
+        place = weights + ((current - 1).to(tl.int64) * size + n)[:, None] * low.shape[1] + r[None, :]
+        w = tl.load(place, mask=(n < size)[:, None], other=0.0)
+        fence_copies(n.shape[0])
+        of_one = dot(w, low.T, tl.zeros([n.shape[0], low.shape[0]], tl.float32), UPCAST)
+        added = tl.where((own == current)[None, :], of_one, added)
+        current = _next_adapter(own, current)
+    return added
+
+
+@triton.jit
+def plus(total, added, scales, own):
+    """Return total + scale * added, each row with the scale of its adapter; `total` of rows without one. All fp32."""
+    scale = tl.load(scales + own - 1, mask=own > 0, other=0.0)
+    return tl.where((own > 0)[None, :], tl.fma(added, scale[None, :], total), total)
+
+
 @triton.jit(do_not_specialize=["num_rows", "K", "stride_x"])
 def _shrink_kernel(
     x,
@@ -69,15 +128,8 @@ def _shrink_kernel(
     total = tl.zeros([RANK, BLOCK_M], tl.float32)
     current, last = _next_adapter(own, 0), tl.max(own, 0)
     while current <= last:
-        low = tl.zeros([RANK, BLOCK_M], tl.float32)
         matrix = weights + (current - 1) * RANK * K
-        for k in range(chunk * CHUNK, tl.minimum(K, (chunk + 1) * CHUNK), BLOCK_K):
-            columns = k + tl.arange(0, BLOCK_K)
-            inside = (columns < K)[None, :]
-            w = tl.load(matrix + r[:, None] * K + columns[None, :], mask=inside, other=0.0)
-            tile = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=counts[:, None] & inside, other=0.0)
-            fence_copies(RANK)
-            low = dot(w, tile.T, low, UPCAST)
+        low = chunk_sums(x, matrix, rows, counts, chunk, K, stride_x, CHUNK, RANK, UPCAST, BLOCK_M, BLOCK_K)
         total = tl.where((own == current)[None, :], low, total)
         current = _next_adapter(own, current)
     at = sums + ((part * tl.num_programs(1) + chunk).to(tl.int64) * num_rows + rows)[None, :] * RANK + r[:, None]
@@ -123,34 +175,31 @@ def _expand_kernel(
     rows, counts, own = _adapters_of(adapters, tl.program_id(0) * TOGETHER, num_rows, TOGETHER, BLOCK_M)
     own = tl.where(part < 3, own, 0)
     weights, scales = picked(b0, b1, b2, part), picked(scales0, scales1, scales2, part)
-    n, r = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, RANK)
-    inside, columns = n < size, begin + n
-    mask = inside[:, None] & counts[None, :]
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = begin + n
+    mask = (n < size)[:, None] & counts[None, :]
     total = tl.load(y + rows[None, :] * stride_y + columns[:, None], mask=mask, other=0.0).to(tl.float32)
-    low = tl.zeros([BLOCK_M, RANK], tl.float32)
-    for chunk in tl.static_range(NUM_CHUNKS):
-        at = sums + ((part * NUM_CHUNKS + chunk).to(tl.int64) * num_rows + rows)[:, None] * RANK + r[None, :]
-        low += tl.load(at, mask=(own > 0)[:, None], other=0.0)
-    low = low.to(out.dtype.element_ty).T
-    current, last = _next_adapter(own, 0), tl.max(own, 0)
-    while current <= last:
-        place = weights + ((current - 1) * size + n)[:, None] * RANK + r[None, :]
-        w = tl.load(place, mask=inside[:, None], other=0.0)
-        fence_copies(BLOCK_N)
-        added = dot(w, low, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), UPCAST) * tl.load(scales + current - 1)
-        total = tl.where((own == current)[None, :], total + added, total)
-        current = _next_adapter(own, current)
+    sums += part.to(tl.int64) * NUM_CHUNKS * num_rows * RANK
+    low = low_rows(sums, rows, own, num_rows, NUM_CHUNKS, RANK, out.dtype.element_ty)
+    total = plus(total, one_by_one(weights, low, own, n, size, UPCAST), scales, own)
     tl.store(out + rows[None, :] * N + columns[:, None], total.to(out.dtype.element_ty), mask=mask)
 
 
 _cached = cache(CachedLaunch)
 
 
-def _launch(kernel: Any, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any]) -> None:
+def block_k(rank: int) -> int:
+    """Return the features that A has in a step of its product."""
+    return min(128, 4096 // rank)
+
+
+def _launch(
+    kernel: Any, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any], num_stages: int = 3
+) -> None:
     if is_aligned(*(t for t in args if isinstance(t, torch.Tensor))):
-        _cached(kernel)(grid, *args, **constants)
+        _cached(kernel, num_stages=num_stages)(grid, *args, **constants)
     else:
-        kernel[tuple(grid)](*args, **constants)
+        kernel[tuple(grid)](*args, **constants, num_stages=num_stages)
 
 
 def _unit(*sizes: int) -> int:
@@ -181,7 +230,8 @@ def lora(
         _shrink_kernel,
         (tiles, num_chunks, len(a)),
         args,
-        {"UNIT": unit, "CHUNK": CHUNK, **shape, "BLOCK_K": min(256, 8192 // rank)},
+        {"UNIT": unit, "CHUNK": CHUNK, **shape, "BLOCK_K": block_k(rank)},
+        num_stages=5,
     )
     sizes = [*(of_b.shape[1] for of_b in b), *[0] * (MOST_PARTS - len(b))]
     unit = _unit(N, y.stride(0), *sizes)

@@ -5,6 +5,7 @@ so one tensor-core instruction serves few rows and many. Weights come through TM
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, is_aligned
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.tiles import choose_tile
+from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
 
 @triton.jit
@@ -40,7 +41,39 @@ def _tile(matrix, first, k, end, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
-def _finished(total, bias, n, N, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
+def product_sums(
+    weight,
+    x,
+    first_m,
+    first_n,
+    num_rows,
+    N,
+    K,
+    stride_w,
+    stride_x,
+    TMA: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the products [BLOCK_N, BLOCK_M] fp32 of a tile; and those with the rows of weight that are N further, if
+    IS_GATED."""
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = total
+    for k in range(0, K, BLOCK_K):
+        w = _tile(weight, first_n, k, N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
+        rows = _tile(x, first_m, k, num_rows, K, stride_x, BLOCK_M, BLOCK_K, TMA).T
+        total = dot(w, rows, total, UPCAST)
+        if IS_GATED:
+            w = _tile(weight, N + first_n, k, 2 * N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
+            up = dot(w, rows, up, UPCAST)
+    return total, up
+
+
+@triton.jit
+def finished(total, bias, n, N, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
     """Add the bias of columns n to `total` and round."""
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -74,20 +107,14 @@ def _product_kernel(
     """
     N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
     first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if ACTIVATION != "":
-        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        w = _tile(weight, first_n, k, N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
-        rows = _tile(x, first_m, k, num_rows, K, stride_x, BLOCK_M, BLOCK_K, TMA).T
-        total = dot(w, rows, total, UPCAST)
-        if ACTIVATION != "":
-            w = _tile(weight, N + first_n, k, 2 * N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
-            up = dot(w, rows, up, UPCAST)
+    total, up = product_sums(
+        weight, x, first_m, first_n, num_rows, N, K, stride_w, stride_x,
+        TMA, ACTIVATION != "", UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    product = _finished(total, bias, n, N, HAS_BIAS, out.dtype.element_ty)
+    product = finished(total, bias, n, N, HAS_BIAS, out.dtype.element_ty)
     if ACTIVATION != "":
-        product = gated(product, _finished(up, bias + N, n, N, HAS_BIAS, out.dtype.element_ty), ACTIVATION)
+        product = gated(product, finished(up, bias + N, n, N, HAS_BIAS, out.dtype.element_ty), ACTIVATION)
     at = out + m.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(at, product, mask=(m < num_rows)[None, :] & (n < N)[:, None])
 
@@ -114,11 +141,23 @@ def product(
     if num_rows == 0:
         return out
     tile = choose_tile(num_rows, N, K, activation is not None, x.device)
+    grid, args, constants = launch_of(x, weight, bias, activation or "", out, tile)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if is_aligned(weight, x, bias):
+        _run_product(**options)(grid, *args, **constants)
+    else:
+        _product_kernel[grid](*args, **constants, **options)
+    return out
+
+
+def launch_of(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, out: torch.Tensor, tile: Tile
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Return the grid, the arguments and the constants of a product's kernel; activation: "" for none."""
+    (num_rows, N), K = out.shape, x.shape[1]
     strides = weight.stride(0), x.stride(0)
-    is_flat = is_aligned(weight, x, bias)
-    is_tma = is_flat and all(stride % 8 == 0 for stride in strides) and _has_tma()
+    is_tma = is_aligned(weight, x, bias) and all(stride % 8 == 0 for stride in strides) and _has_tma()
     unit = 8 if all(size % 8 == 0 for size in (N, K, *strides)) else 1
-    grid = triton.cdiv(num_rows, tile.m), triton.cdiv(N, tile.n)
     args = (
         TensorDescriptor(weight, [*weight.shape], [strides[0], 1], [tile.n, tile.k]) if is_tma else weight,
         TensorDescriptor(x, [num_rows, K], [strides[1], 1], [tile.m, tile.k]) if is_tma else x,
@@ -127,14 +166,9 @@ def product(
         num_rows,
         *(size // unit for size in (N, K, *strides)),
     )
-    constants = {"UNIT": unit, "TMA": is_tma, "ACTIVATION": activation or "", "HAS_BIAS": bias is not None}
+    constants = {"UNIT": unit, "TMA": is_tma, "ACTIVATION": activation, "HAS_BIAS": bias is not None}
     constants |= {"UPCAST": INTERPRETED, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    if is_flat:
-        _run_product(**options)(grid, *args, **constants)
-    else:
-        _product_kernel[grid](*args, **constants, **options)
-    return out
+    return (triton.cdiv(num_rows, tile.m), triton.cdiv(N, tile.n)), args, constants
 
 
 def _has_tma() -> bool:

@@ -31,7 +31,7 @@ PRODUCTS = (
 )
 KINDS = {
     "attention": ("attn",),
-    "adapters": ("lora",),
+    "adapters": ("lora", "lora_linear"),
     "experts": ("grouped_linear", "weighted_sum"),
     "routers": ("top_scores", "topk"),
     "recurrent layers": ("conv", "scan"),

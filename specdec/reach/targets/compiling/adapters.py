@@ -1,5 +1,5 @@
 """Joins what LoRA adapters add to the parts of a joined product in a traced graph: `specdec::lora` comes once, before
-the split. So Q, K and V, or gate and up, take two launches instead of two each.
+the split. So Q, K and V, or gate and up, take two launches instead of two each. Products in 16 bits then take it in.
 """
 
 import operator
@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from specdec.backends.linear import MOST_PARTS, lora  # noqa: F401 (it defines the op)
-from specdec.reach.targets.compiling.matching import is_function, only_user
+from specdec.reach.targets.compiling.matching import is_function, only_user, replace
 
-LORA = torch.ops.specdec.lora.default
+LORA, LORA_LINEAR = torch.ops.specdec.lora.default, torch.ops.specdec.lora_linear.default
+LINEAR, GATE = torch.ops.specdec.linear.default, torch.ops.specdec.gate.default
 
 
 def join_adapters(graph: fx.GraphModule) -> None:
@@ -21,6 +22,17 @@ def join_adapters(graph: fx.GraphModule) -> None:
         adapted = [only_user(part) for part in parts]
         if 1 < len(parts) <= MOST_PARTS and all(_is_adapted(n, i, split) for i, n in enumerate(adapted)):
             _join(graph.graph, split, parts, adapted)
+
+
+def take_in_adapters(graph: fx.GraphModule) -> None:
+    """Replace products of ours and what adapters add to them by `lora_linear`, in place, with a gate of two parts."""
+    for node in [n for n in graph.graph.nodes if is_function(n, LORA)]:
+        product, gate = node.args[1], only_user(node)
+        if not is_function(product, LINEAR) or only_user(product) is not node or product.args[0] is not node.args[0]:
+            continue
+        last, activation = (gate, gate.args[1:]) if is_function(gate, GATE) and len(node.args[2]) == 2 else (node, ())
+        parts = (product, node, last)
+        replace(graph.graph, LORA_LINEAR, (*product.args, *node.args[2:], *activation), last, {*parts})
 
 
 def _is_adapted(node: Any, i: int, split: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from specdec.core.errors import GraphError
 from specdec.graphs.building import progress_bar
 from specdec.graphs.compile.kept import folder, keeping, num_found, renewing
 from specdec.graphs.once import equal_parts_once
-from specdec.reach.targets.compiling.adapters import join_adapters
+from specdec.reach.targets.compiling.adapters import join_adapters, take_in_adapters
 from specdec.reach.targets.compiling.echo import disturbed, echoing
 from specdec.reach.targets.compiling.matching import drop_casts
 from specdec.reach.targets.compiling.norms import take_over_norms
@@ -178,6 +178,7 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
     join_adapters(graph)
     if is_ours:
         take_over_products(graph)
+        take_in_adapters(graph)
         take_over_norms(graph)
         hand_over_norms(graph, ATTENTION)
         quantise_norms(graph)

@@ -96,6 +96,15 @@ def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
             graph.erase_node(node)
 
 
+def replace(graph: fx.Graph, op: Any, arguments: tuple[Any, ...], last: fx.Node, parts: Iterable[fx.Node]) -> None:
+    """Put a call of `op` where `last` is, and erase `parts`."""
+    with graph.inserting_before(last):
+        new = graph.call_function(op, arguments)
+    new.meta = dict(last.meta)
+    last.replace_all_uses_with(new)
+    erase_unused(graph, parts)
+
+
 def erase_upwards(graph: fx.Graph, node: fx.Node, is_part: Callable[[fx.Node], bool]) -> None:
     """Erase `node` and the inputs that it alone used, as far as they are parts."""
     if node.users or not is_part(node):

@@ -18,7 +18,6 @@ from specdec.backends.gates import swigluoai
 from specdec.backends.linear import KERNEL_DTYPES
 from specdec.reach.targets.compiling.adapters import LORA
 from specdec.reach.targets.compiling.matching import (
-    erase_unused,
     is_function,
     is_like,
     is_method,
@@ -26,6 +25,7 @@ from specdec.reach.targets.compiling.matching import (
     is_tensor,
     only_user,
     operands,
+    replace,
     uncast,
     value,
 )
@@ -43,21 +43,21 @@ def take_over_products(graph: fx.GraphModule) -> None:
         gated, wide = _gated(node), _wide(node)
         arguments = (*node.args, None)[:3]
         if wide is not None:
-            _replace(graph.graph, torch.ops.specdec.wide_linear.default, wide, node, {node, *node.all_input_nodes})
+            replace(graph.graph, torch.ops.specdec.wide_linear.default, wide, node, {node, *node.all_input_nodes})
         elif gated is None:
-            _replace(graph.graph, torch.ops.specdec.linear.default, arguments, node, {node})
+            replace(graph.graph, torch.ops.specdec.linear.default, arguments, node, {node})
         else:
             last, name, parts = gated
-            _replace(graph.graph, torch.ops.specdec.gated_linear.default, (*arguments, name), last, parts)
+            replace(graph.graph, torch.ops.specdec.gated_linear.default, (*arguments, name), last, parts)
     for node in list(graph.graph.nodes):
         gated = _gate_behind(node)
         if gated is None:
             continue
         last, name, parts = gated
         if is_function(node, LORA):
-            _replace(graph.graph, torch.ops.specdec.gate.default, (node, name), last, parts)
+            replace(graph.graph, torch.ops.specdec.gate.default, (node, name), last, parts)
         else:
-            _replace(graph.graph, node.target, (*node.args[: BEFORE_GATE[node.target]], name), last, parts)
+            replace(graph.graph, node.target, (*node.args[: BEFORE_GATE[node.target]], name), last, parts)
 
 
 def _gate_behind(node: fx.Node) -> Gated | None:
@@ -68,15 +68,6 @@ def _gate_behind(node: fx.Node) -> Gated | None:
         return _gated(node)
     gated = _gated(node) if is_function(node, GROUPED_FP8) else None
     return gated if gated is not None and gated[1] == "silu" else None
-
-
-def _replace(graph: fx.Graph, op: Any, arguments: tuple[Any, ...], last: fx.Node, parts: set[fx.Node]) -> None:
-    """Put a call of `op` where `last` is, and erase `parts`."""
-    with graph.inserting_before(last):
-        new = graph.call_function(op, arguments)
-    new.meta = dict(last.meta)
-    last.replace_all_uses_with(new)
-    erase_unused(graph, parts)
 
 
 def _is_matrix(weight: Any) -> bool:

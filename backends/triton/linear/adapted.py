@@ -1,0 +1,202 @@
+"""Products of few rows and what adapters add to them, in two launches: the sums of `shrink`, then a product that adds
+B @ sums to its own tile before it stores it.
+
+Twin: `specdec.backends.linear.lora.lora_linear_twin`. Bits are those of `products`, `lora` and `gates` one after the
+other. The second launch begins while the first one runs (PDL), and waits for it when its own product is done. All else
+that it reads is complete: the first one is launched when all before it has ended.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from specdec.backends.linear import MOST_PARTS
+from specdec.backends.triton.launch.fences import fence_copies
+from specdec.backends.triton.launch.relaunch import CachedLaunch, follows_early, is_aligned
+from specdec.backends.triton.linear.gates import gated
+from specdec.backends.triton.linear.lora import low_rows, one_by_one, plus
+from specdec.backends.triton.linear.parts import filled, picked
+from specdec.backends.triton.linear.products import dot, finished, launch_of, product_sums
+from specdec.backends.triton.linear.shrink import sums_by_adapter
+from specdec.backends.triton.linear.tiles import Tile, choose_tile
+
+MOST_ROWS = 128  # that tiles of decoding have
+AHEAD = tl.constexpr(3)  # tiles of B, and the one that is multiplied
+REGISTERS = 184  # of a thread where there are many: programs of both launches fit on a multiprocessor
+SPAN = 8192  # elements of B or of rows that are multiplied at once, but for large ranks
+
+
+@triton.jit
+def _together(weights, low, own, n, size, SPAN: tl.constexpr, UPCAST: tl.constexpr):
+    """Return what `one_by_one` does: the B of SPAN // RANK adapters are one product, with rows that are 0 but for
+    their own. Those that no row has are not loaded. Zeros change no sum, unless they meet what is not finite.
+    """
+    RANK: tl.constexpr = low.shape[1]
+    COUNT: tl.constexpr = SPAN // RANK
+    c, i, last = tl.arange(0, SPAN), tl.arange(0, COUNT), tl.max(own, 0)
+    lows = tl.broadcast_to(low[:, None, :], [low.shape[0], COUNT, RANK]).reshape([low.shape[0], SPAN])
+    added = tl.zeros([n.shape[0], low.shape[0]], tl.float32)
+    for first in tl.range(tl.min(tl.where(own > 0, own, last), 0), last + 1, COUNT, num_stages=AHEAD):
+        has_one = tl.max((own[:, None] == (first + i)[None, :]).to(tl.int32), 0)
+        present = tl.sum(has_one << i, 0)  # a bit for each, so that loads stay wide
+        inside = (n < size)[:, None] & ((present >> (c // RANK)) & 1 == 1)[None, :]
+        column = weights + (first - 1 + c // RANK).to(tl.int64) * size * RANK + c % RANK
+        b = tl.load(column[None, :] + n[:, None] * RANK, mask=inside, other=0.0)
+        fence_copies(n.shape[0])
+        is_own = own[:, None] == (first + c // RANK)[None, :]
+        added = dot(b, tl.where(is_own, lows, 0.0).T, added, UPCAST)
+    return added
+
+
+@triton.jit
+def _with_adapters(
+    product,
+    own,
+    rows,
+    sums,
+    weights,
+    scales,
+    n,
+    size,
+    num_rows,
+    NUM_CHUNKS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPAN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return `product` [BLOCK_N, BLOCK_M] plus scale * B @ sums of rows with an adapter; n: columns of one part."""
+    low = low_rows(sums, rows, own, num_rows, NUM_CHUNKS, RANK, product.dtype)
+    added = _together(weights, low, own, n, size, SPAN, UPCAST)
+    if tl.max((added != added).to(tl.int32)) > 0:  # 0 times what is not finite, perhaps of another row's adapter
+        added = one_by_one(weights, low, own, n, size, UPCAST)
+    return plus(product.to(tl.float32), added, scales, own).to(product.dtype)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "N", "K", "stride_w", "stride_x", "n0", "n1", "n2"],
+    do_not_specialize_on_alignment=["adapters"],
+)
+def _adapted_kernel(
+    weight,
+    x,
+    bias,
+    out,
+    num_rows,
+    N,
+    K,
+    stride_w,
+    stride_x,
+    adapters,
+    sums,
+    b0,
+    b1,
+    b2,
+    scales0,
+    scales1,
+    scales2,
+    n0,
+    n1,
+    n2,
+    UNIT: tl.constexpr,
+    TMA: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """See `products._product_kernel`. n0, n1, n2: columns of the parts, which begin where tiles do; behind them there
+    are no adapters. With an activation, gate and up are the parts."""
+    N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
+    first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    own = tl.load(adapters + m, mask=m < num_rows, other=0).to(tl.int32)
+    total, up = product_sums(
+        weight, x, first_m, first_n, num_rows, N, K, stride_w, stride_x,
+        TMA, ACTIVATION != "", UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    product = finished(total, bias, n, N, HAS_BIAS, out.dtype.element_ty)
+    if PDL:
+        gdc_wait()  # in every program: this launch ends after the one before
+    if ACTIVATION != "":
+        up = finished(up, bias + N, n, N, HAS_BIAS, out.dtype.element_ty)
+        if tl.max(own, 0) > 0:
+            product = _with_adapters(product, own, m, sums, b0, scales0, n, N, num_rows, NUM_CHUNKS, RANK, SPAN, UPCAST)
+            sums += NUM_CHUNKS * num_rows * RANK
+            up = _with_adapters(up, own, m, sums, b1, scales1, n, N, num_rows, NUM_CHUNKS, RANK, SPAN, UPCAST)
+        product = gated(product, up, ACTIVATION)
+    else:
+        end1, end2 = n0 + n1, n0 + n1 + n2
+        part = (first_n >= n0).to(tl.int32) + (first_n >= end1).to(tl.int32) + (first_n >= end2).to(tl.int32)
+        if (tl.max(own, 0) > 0) & (part < 3):
+            product = _with_adapters(
+                product, own, m, sums + part * NUM_CHUNKS * num_rows * RANK, picked(b0, b1, b2, part),
+                picked(scales0, scales1, scales2, part), n - picked(0, n0, end1, part), picked(n0, n1, n2, part),
+                num_rows, NUM_CHUNKS, RANK, SPAN, UPCAST,
+            )  # fmt: skip
+    at = out + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(at, product, mask=(m < num_rows)[None, :] & (n < N)[:, None])
+
+
+@cache
+def _run_adapted(num_warps: int, num_stages: int, maxnreg: int | None, launch_pdl: bool) -> CachedLaunch:
+    return CachedLaunch(_adapted_kernel, num_warps, num_stages, maxnreg, launch_pdl)
+
+
+def _tile(x: torch.Tensor, weight: torch.Tensor, activation: str) -> Tile:
+    num_weights = 2 if activation else 1
+    tile = choose_tile(len(x), weight.shape[0] // num_weights, x.shape[1], bool(activation), x.device)
+    return tile._replace(num_warps=8) if tile.m == MOST_ROWS else tile  # four have too few registers
+
+
+def takes(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    activation: str,
+) -> bool:
+    """Return whether `lora_linear` has these: few dense rows, all aligned, and parts that begin where tiles do."""
+    if not 0 < len(x) <= MOST_ROWS or x.stride(1) != 1 or not is_aligned(x, weight, bias, *a, *b, *scales):
+        return False
+    N, sizes = weight.shape[0], [of_b.shape[1] for of_b in b]
+    if activation:
+        return sizes == [N // 2] * 2
+    return all(end == N or end % _tile(x, weight, activation).n == 0 for end in accumulate(sizes))
+
+
+def lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    activation: str,
+    adapters: torch.Tensor,
+) -> torch.Tensor:
+    """See `specdec.backends.linear.lora.lora_linear`; rows x [T, K] that `takes` takes, adapters [T] int64."""
+    assert adapters.is_contiguous(), "they are dense"
+    sums, tile = sums_by_adapter(x, a, adapters), _tile(x, weight, activation)
+    out = torch.empty(len(x), weight.shape[0] // (2 if activation else 1), dtype=x.dtype, device=x.device)
+    grid, args, constants = launch_of(x, weight, bias, activation, out, tile)
+    (_, num_chunks, _, rank), is_early = sums.shape, follows_early()
+    span = max(rank, min(256, SPAN // max(tile.m, tile.n)))
+    constants |= {"NUM_CHUNKS": num_chunks, "RANK": rank, "SPAN": span, "PDL": is_early}
+    maxnreg = REGISTERS if activation or tile.m == MOST_ROWS else None
+    sizes = [*(of_b.shape[1] for of_b in b), 0, 0][:MOST_PARTS]
+    run = _run_adapted(tile.num_warps, tile.num_stages, maxnreg, is_early)
+    run(grid, *args, adapters, sums, *filled(b), *filled(scales), *sizes, **constants)
+    return out

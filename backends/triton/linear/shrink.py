@@ -1,0 +1,93 @@
+"""Sums of x @ A.T over chunks of K, of few rows with adapters of their own: a program has up to BLOCK_M rows of one
+adapter, wherever they are, so that its A is read once for all of them.
+
+Twin: `specdec.backends.linear.lora.lora_twin`; sums are those of `lora`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, follows_early
+from specdec.backends.triton.linear.lora import BLOCK_M, CHUNK, block_k, chunk_sums
+from specdec.backends.triton.linear.parts import filled, picked
+
+
+@triton.jit
+def _own_tile(adapters, num_rows, number, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the adapter of tile `number`, its rows [BLOCK_M], and which of them count; none if there is no such tile.
+
+    A tile has up to BLOCK_M rows of one adapter; tiles are in the order of their first rows.
+    """
+    r, i = tl.arange(0, ROWS), tl.arange(0, BLOCK_M)
+    own = tl.load(adapters + r, mask=r < num_rows, other=0).to(tl.int32)
+    place = tl.zeros([ROWS], tl.int32)  # among the rows of its adapter
+    for first in range(0, num_rows, BLOCK_M):
+        others = tl.load(adapters + first + i, mask=first + i < num_rows, other=0).to(tl.int32)
+        is_before = (own[:, None] == others[None, :]) & (first + i[None, :] < r[:, None])
+        place += tl.sum(is_before.to(tl.int32), 1)
+    begins = ((own > 0) & (place % BLOCK_M == 0)).to(tl.int32)
+    is_first = (begins > 0) & (tl.cumsum(begins, 0) == number + 1)
+    adapter, begin = tl.sum(tl.where(is_first, own, 0), 0), tl.sum(tl.where(is_first, place, 0), 0)
+    is_at = ((own > 0) & (own == adapter))[:, None] & (place[:, None] - begin == i[None, :])
+    return adapter, tl.sum(tl.where(is_at, r[:, None], 0), 0), tl.sum(is_at.to(tl.int32), 0) > 0
+
+
+@triton.jit(do_not_specialize=["num_rows", "K", "stride_x"], do_not_specialize_on_alignment=["adapters"])
+def _shrink_by_adapter_kernel(
+    x,
+    a0,
+    a1,
+    a2,
+    adapters,
+    sums,
+    num_rows,
+    K,
+    stride_x,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RANK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sums [parts, chunks, num_rows, RANK] fp32 of a tile of rows of one adapter, a chunk of K and a part.
+
+    K and stride_x come in units of UNIT, so that their alignment is known.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    K, stride_x = K * UNIT, stride_x * UNIT
+    chunk, part, r = tl.program_id(1), tl.program_id(2), tl.arange(0, RANK)
+    adapter, rows, counts = _own_tile(adapters, num_rows, tl.program_id(0), ROWS, BLOCK_M)
+    if adapter == 0:
+        return
+    matrix = picked(a0, a1, a2, part) + (adapter - 1).to(tl.int64) * RANK * K
+    low = chunk_sums(x, matrix, rows, counts, chunk, K, stride_x, CHUNK, RANK, UPCAST, BLOCK_M, BLOCK_K)
+    at = sums + ((part * tl.num_programs(1) + chunk).to(tl.int64) * num_rows + rows)[None, :] * RANK + r[:, None]
+    tl.store(at, low, mask=counts[None, :])
+
+
+_run_shrink = CachedLaunch(_shrink_by_adapter_kernel)
+
+
+def sums_by_adapter(x: torch.Tensor, a: Sequence[torch.Tensor], adapters: torch.Tensor) -> torch.Tensor:
+    """Return sums [parts, chunks, T, R] fp32 of aligned rows x [T, K] that have an adapter.
+
+    Under PDL the launch that follows may begin before this one has ended.
+    """
+    (num_rows, K), (num_adapters, rank, _) = x.shape, a[0].shape
+    num_chunks, unit = triton.cdiv(K, CHUNK), 8 if K % 8 == 0 and x.stride(0) % 8 == 0 else 1
+    sums = torch.empty(len(a), num_chunks, num_rows, rank, dtype=torch.float32, device=x.device)
+    most_tiles = min(num_rows, num_adapters + num_rows // BLOCK_M)
+    constants = {"UNIT": unit, "CHUNK": CHUNK, "RANK": rank, "UPCAST": INTERPRETED}
+    constants |= {"ROWS": max(BLOCK_M, triton.next_power_of_2(num_rows)), "BLOCK_M": BLOCK_M}
+    constants |= {"BLOCK_K": block_k(rank), "PDL": follows_early()}
+    args = (x, *filled(a), adapters, sums, num_rows, K // unit, x.stride(0) // unit)
+    _run_shrink((most_tiles, num_chunks, len(a)), *args, **constants)
+    return sums
