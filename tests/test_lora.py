@@ -76,7 +76,7 @@ def test_one_product_has_the_bits_of_product_adapters_and_gate_apart(num_rows):
         assert adapted.takes(*given, activation)
         ours = adapted.lora_linear(*given, activation, adapters)
         assert ours.equal(apart(*given, activation, adapters))
-        assert_close(ours, lora_linear_twin(*given, activation, adapters), 5)
+        assert_close(ours, lora_linear_twin(*given, activation, adapters), 20 if activation else 5)  # up to 30 times 30
         (x, *others), order = given, torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         assert adapted.lora_linear(x[order], *others, activation, adapters[order]).equal(ours[order])
         for i in range(min(num_rows, 3)):
