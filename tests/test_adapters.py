@@ -294,7 +294,7 @@ def test_what_adapters_cannot_be_is_refused_by_name(two, saved, tmp_path):
 def test_layers_that_adapters_were_read_for_must_stay(saved):
     model = endless(tiny_model("llama", seed=7)).to(DEVICE)
     own = model.model.layers[0].mlp.gate_proj
-    with specdec.attach(model, adapters={"x": saved["a"]}, compile=False, **SETTINGS) as engine:
+    with specdec.attach(model, adapters={"x": saved["a"]}, cuda_graph=False, **SETTINGS) as engine:
         before = engine.generate(PROMPTS, max_new_tokens=4, adapter="x").tokens
         model.model.layers[0].mlp.gate_proj = copy.deepcopy(own)
         with pytest.raises(GraphError, match=r"gate_proj \(another module\).*read from files for layers that are gone"):

@@ -25,9 +25,9 @@ from specdec.backends.triton.linear.products import dot, finished, launch_of, pr
 from specdec.backends.triton.linear.shrink import sums_by_adapter
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
-MOST_ROWS = 128  # that tiles of decoding have
+MOST_ROWS = 64  # with 128 of them the ops apart are faster
 AHEAD = tl.constexpr(3)  # tiles of B, and the one that is multiplied
-REGISTERS = 184  # of a thread where there are many: programs of both launches fit on a multiprocessor
+REGISTERS = 184  # of a thread with a gate: programs of both launches fit on a multiprocessor
 SPAN = 8192  # elements of B or of rows that are multiplied at once, but for large ranks
 
 
@@ -155,8 +155,7 @@ def _run_adapted(num_warps: int, num_stages: int, maxnreg: int | None, launch_pd
 
 def _tile(x: torch.Tensor, weight: torch.Tensor, activation: str) -> Tile:
     num_weights = 2 if activation else 1
-    tile = choose_tile(len(x), weight.shape[0] // num_weights, x.shape[1], bool(activation), x.device)
-    return tile._replace(num_warps=8) if tile.m == MOST_ROWS else tile  # four have too few registers
+    return choose_tile(len(x), weight.shape[0] // num_weights, x.shape[1], bool(activation), x.device)
 
 
 def takes(
@@ -195,7 +194,7 @@ def lora_linear(
     (_, num_chunks, _, rank), is_early = sums.shape, follows_early()
     span = max(rank, min(256, SPAN // max(tile.m, tile.n)))
     constants |= {"NUM_CHUNKS": num_chunks, "RANK": rank, "SPAN": span, "PDL": is_early}
-    maxnreg = REGISTERS if activation or tile.m == MOST_ROWS else None
+    maxnreg = REGISTERS if activation else None
     sizes = [*(of_b.shape[1] for of_b in b), 0, 0][:MOST_PARTS]
     run = _run_adapted(tile.num_warps, tile.num_stages, maxnreg, is_early)
     run(grid, *args, adapters, sums, *filled(b), *filled(scales), *sizes, **constants)
