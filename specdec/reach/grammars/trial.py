@@ -122,4 +122,3 @@ def main() -> None:
     threading.stack_size(STACK)
     thread = threading.Thread(target=_answer, args=[open_library(sys.argv[1], vocabulary).compile])
     thread.start()
-
