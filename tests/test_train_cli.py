@@ -131,6 +131,10 @@ def test_a_head_goes_on_with_another_draft_vocabulary(folder: Path, tmp_path: Pa
     torch.testing.assert_close(after["fc.weight"], before["fc.weight"], atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match=r"intermediate_size: .* takes only draft_vocab_size"):
         fit(folder, "eagle3", tmp_path / "no", *again, "--intermediate-size", 8)
+    after["lm_head.weight"] = torch.zeros(64, load_pretrained(folder / "target")[0].config.hidden_size)
+    save_file(after, tmp_path / "wider" / "model.safetensors")
+    with pytest.raises(ValueError, match="draft_vocab_size=40: the output head of the draft has rows of its own"):
+        fit(folder, "eagle3", tmp_path / "no", "--max-steps", 1, "--init", tmp_path / "wider", "--draft-vocab-size", 40)
 
 
 def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

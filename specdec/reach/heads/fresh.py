@@ -20,6 +20,7 @@ from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_lay
 from specdec.reach.heads.nextn import NextNHead, full_attention_layer
 from specdec.reach.targets.shape import TargetShape
 
+DRAFT_VOCAB = 8192  # tokens that a head scores by default
 FC_NOISE = 1e-3  # std; small beside the identity, enough to tell the columns of the other features apart
 MOST_GAIN = 10.0  # largest gain of a norm that undoes another
 QUIET_OUT = 0.1  # share of the usual std for projections that add to the residual stream
@@ -41,7 +42,7 @@ def layer_config(model: PreTrainedModel, intermediate_size: int) -> LayerConfig:
 
 def eagle3_config(
     model: PreTrainedModel,
-    draft_vocab_size: int,
+    draft_vocab_size: int | None,
     aux_layers: Sequence[int] | None = None,
     intermediate_size: int | None = None,
 ) -> Eagle3Config:
@@ -54,7 +55,7 @@ def eagle3_config(
         layer=layer_config(model, intermediate_size or 2 * model.config.get_text_config().intermediate_size),
         target_hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
-        draft_vocab_size=min(draft_vocab_size, shape.vocab_size),
+        draft_vocab_size=min(draft_vocab_size or DRAFT_VOCAB, shape.vocab_size),
         aux_layers=layers,
     )
 
@@ -93,7 +94,7 @@ def with_vocab(head: DraftHead, hot_ids: torch.Tensor, rows: torch.Tensor) -> Ea
 
 def block_config(
     model: PreTrainedModel,
-    draft_vocab_size: int,
+    draft_vocab_size: int | None,
     aux_layers: Sequence[int] | None = None,
     intermediate_size: int | None = None,
 ) -> BlockConfig:
@@ -101,7 +102,7 @@ def block_config(
 
     aux_layers: five spread over the target by default. intermediate_size: of its MLPs, by default the target's.
     """
-    shape, size = TargetShape.of(model), min(draft_vocab_size, TargetShape.of(model).vocab_size)
+    shape, size = TargetShape.of(model), min(draft_vocab_size or DRAFT_VOCAB, TargetShape.of(model).vocab_size)
     spread = [round(1 + i * (shape.num_layers - 4) / 4) for i in range(5)]
     layer = layer_config(model, intermediate_size or model.config.get_text_config().intermediate_size)
     return BlockConfig(

@@ -126,7 +126,7 @@ class HeadShape:
 
     init: str | None = option("A trained draft to continue from: a folder or Hub id.")
     intermediate_size: int | None = option("Width of the draft's MLP.")
-    draft_vocab_size: int = option("eagle3, block: tokens that the head scores.", 8192)
+    draft_vocab_size: int | None = option("eagle3, block: tokens that the head scores; default: 8192.")
     aux_layers: tuple[int, ...] | None = None
     copy_layer: bool = option("nextn: start from a copy of the target's last layer, not at random.", False)
     hidden_size: int = option("standalone: the small Llama's shape.", 192)

@@ -170,8 +170,8 @@ def _head(setup: StudentSetup, row: HeadFormat) -> Student:
 
     if init:
         head = load_head(init, target, torch.float32, model.get_input_embeddings().weight.device, row.algo)
-        if setup.shape.draft_vocab_size != HeadShape.draft_vocab_size:
-            head = with_vocab(head, hot_ids(setup.shape.draft_vocab_size), model.get_output_embeddings().weight)
+        if setup.shape.draft_vocab_size is not None:
+            head = _with_vocab(head, model, hot_ids(min(setup.shape.draft_vocab_size, target.vocab_size)))
     else:
         head = row.fresh(model, setup.shape, setup.config.seed, hot_ids)
     objective = HeadObjective(model, head, setup.config)
@@ -189,6 +189,16 @@ def _head(setup: StudentSetup, row: HeadFormat) -> Student:
         save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth, overwrite=True)
 
     return Student(objective, facts, export)
+
+
+def _with_vocab(head: DraftHead, model: PreTrainedModel, hot_ids: torch.Tensor) -> DraftHead:
+    """Return `head` with another draft vocabulary; ValueError where that would lose trained rows."""
+    if not has_rows_of(head, model):
+        raise ValueError(
+            f"draft_vocab_size={len(hot_ids)}: the output head of the draft has rows of its own, which another "
+            "vocabulary would lose; leave draft_vocab_size out"
+        )
+    return with_vocab(head, hot_ids, model.get_output_embeddings().weight)
 
 
 def has_rows_of(head: DraftHead, model: PreTrainedModel) -> bool:
