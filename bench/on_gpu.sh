@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests check
-# models loaded kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
+# models loaded policy kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
 # OUT, the end of every log is printed, and what fails does not stop the rest.
 set -u
 export PYTHONPATH="${PYTHONPATH:-}:." PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -47,10 +47,15 @@ models() { # without transformers' own generate; a first attach takes up to two 
 }
 
 loaded() { # models as people load them: quantised, with adapters, with images; MLA's latents at 32k
-    timed quantised 230 40 python3 bench/quantised.py --out "$out"
+    timed quantised 280 40 python3 bench/quantised.py --out "$out"
     timed adapters 150 9 python3 bench/adapters.py --out "$out"
     timed images 130 12 python3 bench/images.py --out "$out"
     timed latents 150 6 python3 bench/latents.py --out "$out"
+}
+
+policy() { # num_steps="auto" beside plain decoding and every shape
+    timed policy 300 8 python3 -m specdec.tools.commands.main bench policy --shape 8b --batches 1,8,32 \
+        --contexts 256,2048 --out "$out"
 }
 
 kernels() {
