@@ -5,7 +5,9 @@ import torch
 from torch import fx
 
 from specdec.backends import linear as ops
-from specdec.backends.linear.lora import lora, lora_linear, lora_linear_twin, lora_twin
+from specdec.backends.gates import gate_twin
+from specdec.backends.linear.lora import lora, lora_linear, lora_twin
+from specdec.backends.linear.reference import product_twin
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.op import adapter_scope, adapters_of_tokens
 from specdec.backends.triton.linear import adapted, gates, products
@@ -73,10 +75,11 @@ def test_one_product_has_the_bits_of_product_adapters_and_gate_apart(num_rows):
         ((24, 24), 0, "silu", 64, 72),
     ):
         given, adapters = product_of(num_rows, K, sizes, rest, rank, dtype=torch.float16)
-        assert adapted.takes(*given, activation)
         ours = adapted.lora_linear(*given, activation, adapters)
         assert ours.equal(apart(*given, activation, adapters))
-        assert_close(ours, lora_linear_twin(*given, activation, adapters), 20 if activation else 5)  # up to 30 times 30
+        twin = lora_twin(given[0], product_twin(*given[:3], None), *given[3:], adapters)
+        twin = gate_twin(twin, activation) if activation else twin
+        assert_close(ours, twin, 20 if activation else 5)  # up to 30 times 30
         (x, *others), order = given, torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         assert adapted.lora_linear(x[order], *others, activation, adapters[order]).equal(ours[order])
         for i in range(min(num_rows, 3)):
@@ -99,7 +102,8 @@ def test_what_is_not_finite_in_an_adapter_stays_in_its_rows():
 )
 def test_the_op_has_the_bits_of_ops_apart(num_rows, sizes, activation):
     (x, *given), adapters = product_of(num_rows, 40, sizes)
-    assert adapted.takes(x, *given, activation) == (num_rows == 5 and sizes == (64, 64))
+    is_taken = adapted.lora_linear(x, *given, activation, adapters) is not None
+    assert is_taken == (num_rows == 5 and sizes == (64, 64))
     with adapter_scope(adapters):
         y = lora(x, ops.linear(x, *given[:2]), *given[2:])
         ours = lora_linear(x.unsqueeze(0), *given, activation)

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from specdec.backends.gates import gate_twin
 from specdec.backends.library import op
 from specdec.backends.linear import gate, has_kernels, is_ours, linear
-from specdec.backends.linear.reference import product_twin
 from specdec.backends.op import adapters_in_scope
 
 MAX_RANK = 128
@@ -70,10 +68,10 @@ def lora_linear(
     if is_ours(x, weight) and all(t.dtype == x.dtype for t in (*a, *b)):
         from specdec.backends.triton.linear import adapted
 
-        if adapted.takes(rows, weight, bias, a, b, scales, activation):
-            adapters = adapters_in_scope()(len(rows))
-            y = adapted.lora_linear(rows, weight, bias, a, b, scales, activation, adapters)
-            return y.view(*x.shape[:-1], y.shape[1])
+        adapters = adapters_in_scope()(len(rows))
+        taken = adapted.lora_linear(rows, weight, bias, a, b, scales, activation, adapters)
+        if taken is not None:
+            return taken.view(*x.shape[:-1], taken.shape[1])
     y = lora(x, linear(x, weight, bias), a, b, scales)
     return gate(y, activation) if activation else y
 
@@ -98,18 +96,3 @@ def lora_twin(
                 part.copy_(torch.where(is_own, (part.float() + added).to(y.dtype), part))
         begin += of_b.shape[1]
     return out
-
-
-def lora_linear_twin(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    activation: str,
-    adapters: torch.Tensor,
-) -> torch.Tensor:
-    """See `lora_linear`; x [T, K], adapters [T]."""
-    y = lora_twin(x, product_twin(x, weight, bias, None), a, b, scales, adapters)
-    return gate_twin(y, activation) if activation else y

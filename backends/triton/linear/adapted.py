@@ -1,9 +1,9 @@
 """Products of few rows and what adapters add to them, in two launches: the sums of `shrink`, then a product that adds
 B @ sums to its own tile before it stores it.
 
-Twin: `specdec.backends.linear.lora.lora_linear_twin`. Bits are those of `products`, `lora` and `gates` one after the
-other. The second launch begins while the first one runs (PDL), and waits for it when its own product is done. All else
-that it reads is complete: the first one is launched when all before it has ended.
+Twins: `product_twin`, `lora_twin` and `gate_twin`, one after the other. Bits are those of `products`, `lora` and `gates`.
+The second launch begins while the first one runs (PDL), and waits for it when its own product is done. All else that it
+reads is complete: the first one is launched when all before it has ended.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from specdec.backends.triton.linear.lora import low_rows, one_by_one, plus
 from specdec.backends.triton.linear.parts import filled, picked
 from specdec.backends.triton.linear.products import dot, finished, launch_of, product_sums
 from specdec.backends.triton.linear.shrink import sums_by_adapter
-from specdec.backends.triton.linear.tiles import Tile, choose_tile
+from specdec.backends.triton.linear.tiles import choose_tile
 
 MOST_ROWS = 64  # with 128 of them the ops apart are faster
 AHEAD = tl.constexpr(3)  # tiles of B, and the one that is multiplied
@@ -153,29 +153,6 @@ def _run_adapted(num_warps: int, num_stages: int, maxnreg: int | None, launch_pd
     return CachedLaunch(_adapted_kernel, num_warps, num_stages, maxnreg, launch_pdl)
 
 
-def _tile(x: torch.Tensor, weight: torch.Tensor, activation: str) -> Tile:
-    num_weights = 2 if activation else 1
-    return choose_tile(len(x), weight.shape[0] // num_weights, x.shape[1], bool(activation), x.device)
-
-
-def takes(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    activation: str,
-) -> bool:
-    """Return whether `lora_linear` has these: few dense rows, all aligned, and parts that begin where tiles do."""
-    if not 0 < len(x) <= MOST_ROWS or x.stride(1) != 1 or not is_aligned(x, weight, bias, *a, *b, *scales):
-        return False
-    N, sizes = weight.shape[0], [of_b.shape[1] for of_b in b]
-    if activation:
-        return sizes == [N // 2] * 2
-    return all(end == N or end % _tile(x, weight, activation).n == 0 for end in accumulate(sizes))
-
-
 def lora_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -185,17 +162,26 @@ def lora_linear(
     scales: Sequence[torch.Tensor],
     activation: str,
     adapters: torch.Tensor,
-) -> torch.Tensor:
-    """See `specdec.backends.linear.lora.lora_linear`; rows x [T, K] that `takes` takes, adapters [T] int64."""
+) -> torch.Tensor | None:
+    """See `specdec.backends.linear.lora.lora_linear`; rows x [T, K], adapters [T] int64.
+
+    None for many rows, tensors that are not aligned or dense, and parts that do not begin where tiles do.
+    """
+    if not 0 < len(x) <= MOST_ROWS or x.stride(1) != 1 or not is_aligned(x, weight, bias, *a, *b, *scales):
+        return None
     assert adapters.is_contiguous(), "they are dense"
-    sums, tile = sums_by_adapter(x, a, adapters), _tile(x, weight, activation)
-    out = torch.empty(len(x), weight.shape[0] // (2 if activation else 1), dtype=x.dtype, device=x.device)
+    N, of_parts = weight.shape[0] // (2 if activation else 1), [of_b.shape[1] for of_b in b]
+    tile = choose_tile(len(x), N, x.shape[1], bool(activation), x.device)
+    if of_parts != [N, N] if activation else any(end != N and end % tile.n for end in accumulate(of_parts)):
+        return None
+    sums = sums_by_adapter(x, a, adapters)
+    out = torch.empty(len(x), N, dtype=x.dtype, device=x.device)
     grid, args, constants = launch_of(x, weight, bias, activation, out, tile)
     (_, num_chunks, _, rank), is_early = sums.shape, follows_early()
     span = max(rank, min(256, SPAN // max(tile.m, tile.n)))
     constants |= {"NUM_CHUNKS": num_chunks, "RANK": rank, "SPAN": span, "PDL": is_early}
     maxnreg = REGISTERS if activation else None
-    sizes = [*(of_b.shape[1] for of_b in b), 0, 0][:MOST_PARTS]
+    sizes = [*of_parts, 0, 0][:MOST_PARTS]
     run = _run_adapted(tile.num_warps, tile.num_stages, maxnreg, is_early)
     run(grid, *args, adapters, sums, *filled(b), *filled(scales), *sizes, **constants)
     return out

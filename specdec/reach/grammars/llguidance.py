@@ -113,7 +113,7 @@ class LLGMatcher:
         return self.library.try_consume_tokens([token]) == 1
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        # Where text is forced, masks allow it as it is usually written alone; the library accepts any tokens of it.
+        # Where text is forced, masks allow its canonical tokens only; the library accepts any tokenization of it.
         taken = 0
         while taken < len(tokens) and self.forced()[:1] in ([], [tokens[taken]]) and self.accept(tokens[taken]):
             taken += 1

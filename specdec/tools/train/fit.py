@@ -176,7 +176,7 @@ def _head(setup: StudentSetup, row: HeadFormat) -> Student:
         head = row.fresh(model, setup.shape, setup.config.seed, hot_ids)
     objective = HeadObjective(model, head, setup.config)
     dtype, facts = objective.draft.weight.dtype, dict[str, Any]()
-    is_shared = row.shares_lm_head_rows and not setup.config.train_lm_head and has_rows_of(head, model)
+    is_shared = row.shares_lm_head_rows and not setup.config.train_lm_head and _has_rows_of(head, model)
     if row.shares_lm_head_rows:
         counts, num_hot = setup.corpus.answer_counts(head.vocab_size), head.hot_ids.numel()
         coverage = float(counts[head.hot_ids.cpu()].sum() / counts.sum())
@@ -193,7 +193,7 @@ def _head(setup: StudentSetup, row: HeadFormat) -> Student:
 
 def _with_vocab(head: DraftHead, model: PreTrainedModel, hot_ids: torch.Tensor) -> DraftHead:
     """Return `head` with another draft vocabulary; ValueError where that would lose trained rows."""
-    if not has_rows_of(head, model):
+    if not _has_rows_of(head, model):
         raise ValueError(
             f"draft_vocab_size={len(hot_ids)}: the output head of the draft has rows of its own, which another "
             "vocabulary would lose; leave draft_vocab_size out"
@@ -201,7 +201,7 @@ def _with_vocab(head: DraftHead, model: PreTrainedModel, hot_ids: torch.Tensor) 
     return with_vocab(head, hot_ids, model.get_output_embeddings().weight)
 
 
-def has_rows_of(head: DraftHead, model: PreTrainedModel) -> bool:
+def _has_rows_of(head: DraftHead, model: PreTrainedModel) -> bool:
     """Return whether the output head of `head`, if it has one, is rows of that of `model`."""
     rows = model.get_output_embeddings().weight
     return head.lm_head is None or torch.equal(head.get_parameter("lm_head.weight"), rows[head.hot_ids].float())

@@ -1,5 +1,6 @@
 """Joins what LoRA adapters add to the parts of a joined product in a traced graph: `specdec::lora` comes once, before
-the split. So Q, K and V, or gate and up, take two launches instead of two each. Products in 16 bits then take it in.
+the split. So Q, K and V, or gate and up, take two launches instead of two each. A product in 16 bits and
+its adapters then become one op, `lora_linear`.
 """
 
 import operator
