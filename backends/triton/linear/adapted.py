@@ -1,7 +1,7 @@
 """Products of few rows and what adapters add to them, in two launches: the sums of `shrink`, then a product that adds
 B @ sums to its own tile before it stores it.
 
-Twins: `product_twin`, `lora_twin` and `gate_twin`, one after the other. Bits are those of `products`, `lora` and `gates`.
+Twins: `product_twin`, `lora_twin`, `gate_twin`, one after the other. Bits are those of `products`, `lora` and `gates`.
 The second launch begins while the first one runs (PDL), and waits for it when its own product is done. All else that it
 reads is complete: the first one is launched when all before it has ended.
 """
