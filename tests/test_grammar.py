@@ -270,6 +270,39 @@ def test_forced_tokens_are_looked_for_less_where_there_are_none(compiler):
     assert constraint.forced(3) == TOKENIZER.encode("777")
 
 
+class Mark:
+    """An event of a device: `is_over` says whether it has passed."""
+
+    def __init__(self, is_over):
+        self.query = lambda: is_over
+
+    def record(self):
+        pass
+
+    synchronize = record
+
+    def elapsed_time(self, other):
+        return 0.0
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("is_over", [True, False], ids=["late", "early"])
+def test_a_host_that_is_late_or_early_changes_no_text(model, texts, shape, is_over):
+    """With a device to keep busy, rounds go without a guide, whose results are read as the target verifies; masks of
+    greedy chains are made before the choices come, or after."""
+    engine = engine_of(model, "eagle3", shape)
+    feed, updated, advised = engine._core.launcher.feed, [], []
+    update, advise = feed.update, feed._advise
+    feed.update = lambda num_steps: updated.append(num_steps) or update(num_steps)
+    feed._advise = lambda num_steps: advised.append(num_steps) or advise(num_steps)
+    feed._marks, feed._has_choices = [Mark(is_over) for _ in range(4)], Mark(is_over)
+    for name, grammar in GRAMMARS.items():
+        out = engine.generate([PROMPTS[i] for i in texts[name]], max_new_tokens=28, grammar=grammar)
+        assert out.tokens == [*texts[name].values()], name
+    engine.detach()
+    assert 0 < len(advised) < len(updated)
+
+
 def test_masks_of_many_chains_are_those_of_each(compiler):
     """The library's own threads against fill_tree: texts that go on, end, and are forbidden; other EOS ids."""
     eos, width = {EOS, 40}, 4
@@ -291,7 +324,7 @@ def test_masks_of_many_chains_are_those_of_each(compiler):
         constraints.append(constraint)
     assert compiler.fill_chains(chains, masks)
     for constraint, mask in zip(constraints, masks, strict=False):
-        constraint.finish(mask)
+        constraint.finish(mask, mask.any(-1).tolist())
     assert (masks == expected).all(), [
         case for case, m, e in zip(cases, masks, expected, strict=False) if (m != e).any()
     ]

@@ -5,9 +5,10 @@ up to date, and the draft gets forced tokens and the masks of what may follow th
 masks are made of the tree, which has been drafted by then, while the device works on. Once tokens are accepted the host
 is told, so that it reads them while the draft extends. Rounds of batches without a grammar know nothing of it.
 
-Masks of a batch may take longer than the verification that hides them. So drafts get no more of them once the device
-has waited for `GUIDE_S`, and greedy requests, while it waits, only where the token that they would choose is forbidden,
-which a matcher says in the time of a mask or less.
+The device waits for what the host does at the first stop. So drafts get no more masks once it has waited for `GUIDE_S`,
+and after rounds in which no grammar forced a token a few have no guide: their results are read at the second stop.
+Masks of a batch may take longer than the verification that hides them: greedy requests get them, once the device waits,
+only where the token that they would choose is forbidden, which a matcher says in the time of a mask or less.
 """
 
 import math
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from specdec.core.batch import ints_to_device, to_device
@@ -26,6 +28,8 @@ from specdec.core.grammar.matcher import Compiler, Constraint
 
 PATIENCE_S = 5e-4  # of the host with masks, until threads help
 GUIDE_S = 2e-4  # that the device may wait for what drafts are told
+
+Found = list[tuple[Constraint, int]]  # of requests, with their places in the batch
 
 
 class Constrained(Protocol):
@@ -60,7 +64,9 @@ class MaskFeed:
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)] if is_cuda else []
         self._requests: Sequence[Constrained] = ()
         self._post: Callable[[torch.Tensor], None] | None = None
-        self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
+        self._num_threads = min(16, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self._num_threads, "grammar")
+        self._is_guided = False  # whether the device has a guide, rather than one that says nothing
         self._num_forcing = 0  # places up to the last that has forced tokens on the device
         self._num_masked = 0  # words up to the last mask on the device that forbids something
         self._num_rounds = self._num_forced = 0
@@ -82,7 +88,7 @@ class MaskFeed:
     def write_first(self, requests: Sequence[Constrained]) -> None:
         """Write the masks of the first tokens of `requests`: of the beginning of their grammars."""
         masks = torch.full((len(requests), 1, self.num_words), -1, dtype=torch.int32, device="cpu")
-        self._fill(requests, [[0]] * len(requests), [[0]] * len(requests), masks)
+        self._fill(self._constrained(requests), [[0]] * len(requests), [[0]] * len(requests), masks.numpy())
         self.masks(len(requests), 1).copy_(to_device(masks, self._device))
         self._num_masked = max(self._num_masked, masks.numel())
 
@@ -90,14 +96,28 @@ class MaskFeed:
         """First stop of a round that drafts `num_steps` deep."""
         if not self._requests:
             return
-        self._count_late()
+        self._count_late(2, 3)
         self._mark(2)
-        self.read_results()
-        start = time.perf_counter()
-        if num_steps:
+        if num_steps and not self._rests():
+            self.read_results()
+            start = time.perf_counter()
             self._advise(num_steps)
+            self._mask_s += time.perf_counter() - start
         self._mark(3)
-        self._mask_s += time.perf_counter() - start
+
+    def _rests(self) -> bool:
+        """Return whether the draft can do without a guide, and take away the one of an earlier round; never on a CPU,
+        which gains nothing by it."""
+        found = self._constrained(self._requests)
+        if not self._marks or not all(constraint.rests for constraint, _ in found):
+            return False
+        for constraint, _ in found:
+            constraint.rest()
+        if self._is_guided:
+            self._first.fill_(-1)
+            self._forced.fill_(-1)
+            self._is_guided, self._num_forcing = False, 0
+        return True
 
     def _advise(self, num_steps: int) -> None:
         """Write the guide of the drafts."""
@@ -116,6 +136,7 @@ class MaskFeed:
             if len(forced[i]) < num_steps:
                 constraint.fill_next(forced[i], own[i])
         self._first[:num].copy_(masks, non_blocking=True)
+        self._is_guided = True
         last = max((i + 1 for i, tokens in enumerate(forced) if tokens), default=0)
         if count := max(last, self._num_forcing):
             forced += [[] for _ in range(count - num)]
@@ -140,6 +161,7 @@ class MaskFeed:
         if not self._requests:
             return
         start = time.perf_counter()
+        self._count_late(0, 1)
         self._mark(0)
         num = len(self._requests)
         if choices is not None:
@@ -148,15 +170,18 @@ class MaskFeed:
                 self._has_choices.record()
         if self._has_tree is not None and num_nodes > 1:
             self._has_tree.synchronize()
+        self.read_results()  # of the round before, if they were not read at the first stop
         has_tree = time.perf_counter()
         tokens, parents = self._host_tree[:, : num * num_nodes].view(2, num, num_nodes).tolist()
         flat = self._host_masks  # its last copy is done: a round came after it
         flat.numpy()[: self._num_masked].fill(-1)
         host = _view(flat, num, num_nodes, self.num_words)
         if choices is None:
-            last = self._fill(self._requests, tokens, parents, host)
+            found = self._constrained(self._requests)
+            self._fill(found, tokens, parents, host.numpy())
+            last = found[-1][1] + 1 if found else 0
         else:
-            last = self._correct(tokens, parents, host)
+            last = self._correct(tokens, parents, host.numpy())
         count = last * num_nodes * self.num_words
         written = max(count, self._num_masked)
         self._masks[:written].copy_(flat[:written], non_blocking=True)
@@ -186,42 +211,40 @@ class MaskFeed:
         if self._marks:
             self._marks[which].record()
 
-    def _count_late(self) -> None:
-        """Add what the device waited for masks in the round before, which is over or about to be."""
+    def _count_late(self, first: int, last: int) -> None:
+        """Add what the device waited between two marks of the round before, which it has passed or is about to."""
         if self._marks and self._num_rounds:
-            self._marks[1].synchronize()
-            own = self._marks
-            self._late_s += (own[0].elapsed_time(own[1]) + own[2].elapsed_time(own[3])) / 1e3
+            self._marks[last].synchronize()
+            self._late_s += self._marks[first].elapsed_time(self._marks[last]) / 1e3
 
-    def _fill(
-        self, requests: Sequence[Constrained], tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor
-    ) -> int:
-        """Write masks [n, D, W], which allow all, where there is a grammar; return places up to the last of those."""
-        own, found = masks.numpy(), self._constrained(requests)
-        is_chain = parents[0] == [0, *range(len(parents[0]) - 1)]
-        if is_chain and self._compiler.fill_chains([c.chain(i, tokens[i]) for c, i in found], own):
-            for constraint, i in found:
-                constraint.finish(own[i])
+    def _fill(self, found: Found, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> None:
+        """Write the masks of requests with a grammar to masks [n, D, W], which allow all."""
+        places = [i for _, i in found]
+        if _is_chain(parents) and self._compiler.fill_chains([c.chain(i, tokens[i]) for c, i in found], masks):
+            has_tokens = np.bitwise_or.reduce(masks[places], -1).astype(bool).tolist()
+            for (constraint, i), has_token in zip(found, has_tokens, strict=True):
+                constraint.finish(masks[i], has_token)
         else:
-            self._run([partial(c.fill_tree, tokens[i], parents[i], own[i]) for c, i in found])
-        return found[-1][1] + 1 if found else 0
+            self._run([partial(c.fill_tree, tokens[i], parents[i], masks[i]) for c, i in found])
 
-    def _correct(self, tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor) -> int:
+    def _correct(self, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> int:
         """Do what `_fill` does while the device verifies, first for requests whose choices were forbidden before; for
-        the others only what their choices make necessary."""
-        own, last = masks.numpy(), 0
-        choices: list[list[int]] | None = None
-        for constraint, i in sorted(self._constrained(self._requests), key=lambda found: not found[0].was_corrected):
-            if choices is None and (self._has_choices is None or self._has_choices.query()):
-                choices = self._host_choices[: masks.shape[0] * masks.shape[1]].view(masks.shape[:2]).tolist()
-            if choices is None:
-                constraint.fill_tree(tokens[i], parents[i], own[i])
-            elif not constraint.fill_choices(tokens[i], parents[i], choices[i], own[i]):
-                continue
-            last = max(last, i + 1)
+        the others only what their choices make necessary. Return places up to the last with masks."""
+        left, last = sorted(self._constrained(self._requests), key=lambda found: not found[0].was_corrected), 0
+        size = self._num_threads if _is_chain(parents) else 1
+        while left and self._has_choices is not None and not self._has_choices.query():
+            part, left = left[:size], left[size:]
+            self._fill(part, tokens, parents, masks)
+            last = max(last, *(i + 1 for _, i in part))
+        if not left:
+            return last
+        choices = self._host_choices[: masks.shape[0] * masks.shape[1]].view(masks.shape[:2]).tolist()
+        for constraint, i in left:
+            if constraint.fill_choices(tokens[i], parents[i], choices[i], masks[i]):
+                last = max(last, i + 1)
         return last
 
-    def _constrained(self, requests: Sequence[Constrained]) -> list[tuple[Constraint, int]]:
+    def _constrained(self, requests: Sequence[Constrained]) -> Found:
         """Return the constraints of requests that go on and have one, with their places."""
         found = ((r.constraint, i) for i, r in enumerate(requests) if r.finish_reason is None)
         return [(constraint, i) for constraint, i in found if constraint is not None]
@@ -249,3 +272,7 @@ class MaskFeed:
 
 def _view(masks: torch.Tensor, *shape: int) -> torch.Tensor:
     return masks[: math.prod(shape)].view(shape)
+
+
+def _is_chain(parents: list[list[int]]) -> bool:
+    return parents[0] == [0, *range(len(parents[0]) - 1)]

@@ -140,11 +140,12 @@ class Constraint:
         count = next((i for i, token in enumerate(drafts) if token in self.eos_ids), len(drafts))
         return Chain(self.matcher, place, drafts[:count])
 
-    def finish(self, masks: np.ndarray) -> None:
-        """Make what `Compiler.fill_chains` has written to masks [D, W] what `fill_tree` writes."""
+    def finish(self, masks: np.ndarray, has_token: Sequence[bool]) -> None:
+        """Make what `Compiler.fill_chains` has written to masks [D, W] what `fill_tree` writes. has_token [D]: whether
+        a mask allows any."""
         is_over = bool(self.matcher.error)
         for depth, mask in enumerate(masks):
-            if is_over or not mask.any() or not self._goes_on(mask, depth):
+            if is_over or not has_token[depth] or not self._goes_on(mask, depth):
                 mask.fill(-1)
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -161,10 +162,19 @@ class Constraint:
         reason = self.matcher.error or "but EOS, which min_new_tokens bans" * (self._num_before_eos > 0)
         return f"its grammar allows no token after this text{reason and f' ({reason})'}"
 
+    @property
+    def rests(self) -> bool:
+        """Whether its last rounds had no forced tokens, so that nobody needs to look for some now."""
+        return self._rest > 0
+
+    def rest(self) -> None:
+        """Count a round in which nobody looked for forced tokens."""
+        self._rest -= 1
+
     def forced(self, num_steps: int, may_rest: bool = False) -> list[int]:
         """Return up to `num_steps` tokens that the grammar forces. may_rest: look less often where it forces none."""
-        if may_rest and self._rest:
-            self._rest -= 1
+        if may_rest and self.rests:
+            self.rest()
             return []
         forced = self.matcher.forced()[:num_steps]
         taken = next((i for i, token in enumerate(forced) if not self.matcher.accept(token)), len(forced))

@@ -114,9 +114,12 @@ class LLGMatcher:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         # Where text is forced, masks allow its canonical tokens only; the library accepts any tokenization of it.
-        taken = 0
-        while taken < len(tokens) and self.forced()[:1] in ([], [tokens[taken]]) and self.accept(tokens[taken]):
-            taken += 1
+        taken, forced = 0, list[int]()
+        for token in tokens:
+            forced = forced or self.forced()
+            if forced[:1] not in ([], [token]) or not self.accept(token):
+                break
+            taken, forced = taken + 1, forced[1:]
         self.rollback(taken)
         return taken
 
