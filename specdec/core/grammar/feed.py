@@ -7,8 +7,9 @@ is told, so that it reads them while the draft extends. Rounds of batches withou
 
 The device waits for what the host does at the first stop. So drafts get no more masks once it has waited for `GUIDE_S`,
 and after rounds in which no grammar forced a token a few have no guide: their results are read at the second stop.
-Masks of a batch may take longer than the verification that hides them: greedy requests get them, once the device waits,
-only where the token that they would choose is forbidden, which a matcher says in the time of a mask or less.
+Masks of a batch may take longer than the verification that hides them: greedy requests get them only where the token
+that they would choose is forbidden. While the device verifies, their matchers follow the drafts, so that they have
+little more to say of choices that are drafts.
 """
 
 import math
@@ -64,8 +65,7 @@ class MaskFeed:
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)] if is_cuda else []
         self._requests: Sequence[Constrained] = ()
         self._post: Callable[[torch.Tensor], None] | None = None
-        self._num_threads = min(16, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(self._num_threads, "grammar")
+        self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
         self._is_guided = False  # whether the device has a guide, rather than one that says nothing
         self._num_forcing = 0  # places up to the last that has forced tokens on the device
         self._num_masked = 0  # words up to the last mask on the device that forbids something
@@ -220,7 +220,8 @@ class MaskFeed:
     def _fill(self, found: Found, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> None:
         """Write the masks of requests with a grammar to masks [n, D, W], which allow all."""
         places = [i for _, i in found]
-        if _is_chain(parents) and self._compiler.fill_chains([c.chain(i, tokens[i]) for c, i in found], masks):
+        is_chain = parents[0] == [0, *range(len(parents[0]) - 1)]
+        if is_chain and self._compiler.fill_chains([c.chain(i, tokens[i]) for c, i in found], masks):
             has_tokens = np.bitwise_or.reduce(masks[places], -1).astype(bool).tolist()
             for (constraint, i), has_token in zip(found, has_tokens, strict=True):
                 constraint.finish(masks[i], has_token)
@@ -228,20 +229,16 @@ class MaskFeed:
             self._run([partial(c.fill_tree, tokens[i], parents[i], masks[i]) for c, i in found])
 
     def _correct(self, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> int:
-        """Do what `_fill` does while the device verifies, first for requests whose choices were forbidden before; for
-        the others only what their choices make necessary. Return places up to the last with masks."""
-        left, last = sorted(self._constrained(self._requests), key=lambda found: not found[0].was_corrected), 0
-        size = self._num_threads if _is_chain(parents) else 1
-        while left and self._has_choices is not None and not self._has_choices.query():
-            part, left = left[:size], left[size:]
-            self._fill(part, tokens, parents, masks)
-            last = max(last, *(i + 1 for _, i in part))
-        if not left:
-            return last
+        """Do what `_fill` does only where choices make it necessary; return places up to the last with masks."""
+        found, last = self._constrained(self._requests), 0
+        for constraint, i in found:
+            constraint.foresee(tokens[i], parents[i])
+        if self._has_choices is not None:
+            self._has_choices.synchronize()
         choices = self._host_choices[: masks.shape[0] * masks.shape[1]].view(masks.shape[:2]).tolist()
-        for constraint, i in left:
+        for constraint, i in found:
             if constraint.fill_choices(tokens[i], parents[i], choices[i], masks[i]):
-                last = max(last, i + 1)
+                last = i + 1
         return last
 
     def _constrained(self, requests: Sequence[Constrained]) -> Found:
@@ -272,7 +269,3 @@ class MaskFeed:
 
 def _view(masks: torch.Tensor, *shape: int) -> torch.Tensor:
     return masks[: math.prod(shape)].view(shape)
-
-
-def _is_chain(parents: list[list[int]]) -> bool:
-    return parents[0] == [0, *range(len(parents[0]) - 1)]

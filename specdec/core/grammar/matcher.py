@@ -22,8 +22,8 @@ class Matcher(Protocol):
     def accept(self, token: int) -> bool:
         """Take a token that is no EOS id, if the grammar allows it; return whether it does."""
 
-    def num_allowed(self, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens`, none of them an EOS id, it would accept one after the other."""
+    def take(self, tokens: Sequence[int]) -> int:
+        """Take the first of `tokens`, none of them an EOS id, up to one that a mask forbids; return how many."""
 
     def rollback(self, num: int) -> None:
         """Take back the last `num` tokens."""
@@ -83,11 +83,20 @@ class Constraint:
         self.matcher = matcher
         self.eos_ids = eos_ids
         self._num_before_eos = num_before_eos
-        self.was_corrected = False  # whether a greedy choice was forbidden in its last round
+        self._ahead: list[int] = []  # what the matcher has taken after its text, since a round may emit it
         self._ends = {*eos_ids, *library_eos}
         self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
         self._next: np.ndarray | None = None  # the mask of what may follow its text, once it is known
         self._unforced = self._rest = 0  # rounds without forced tokens, and those that nobody looks for some
+
+    def foresee(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Follow a tree [D] along each node's first child, so that less is left to do once choices are known."""
+        node, drafted = 0, list[int]()
+        for child in range(1, len(tokens)):
+            if parents[child] == node and tokens[child] not in self._ends:
+                node = child
+                drafted.append(tokens[child])
+        self._follow(drafted)
 
     def fill_choices(
         self, tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int], masks: np.ndarray
@@ -103,14 +112,11 @@ class Constraint:
                 path.append(node)
         chosen = [choices[node] for node in path]
         end = next((i for i, token in enumerate(chosen) if token in self._ends), len(chosen))
-        num_allowed = self.matcher.num_allowed(chosen[:end])
-        self.was_corrected = num_allowed < len(chosen)
-        if self.was_corrected:
-            for token in chosen[:num_allowed]:
-                self.matcher.accept(token)
-            self._visit(path[num_allowed], tokens, _children(parents), masks, num_allowed)
-            self.matcher.rollback(num_allowed)
-        return self.was_corrected
+        num_allowed = self._follow(chosen[:end])
+        if num_allowed == len(chosen):
+            return False
+        self._visit(path[num_allowed], tokens, _children(parents), masks, num_allowed)
+        return True
 
     def fill_tree(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         """Write the tokens that may follow each node to masks [D, W] int32, by the node's own path.
@@ -118,6 +124,7 @@ class Constraint:
         tokens, parents [D]: of a `Tree`. A node that the grammar forbids keeps what its mask held: nobody gets there. A
         node after which nothing may come allows all: `advance` ends the text there.
         """
+        self._rewind()
         self._visit(0, tokens, _children(parents), masks)
 
     def _visit(
@@ -136,6 +143,7 @@ class Constraint:
 
     def chain(self, place: int, tokens: Sequence[int]) -> Chain[Matcher]:
         """Return the chain of a round's nodes, tokens [D]."""
+        self._rewind()
         drafts = list(tokens[1:])
         count = next((i for i, token in enumerate(drafts) if token in self.eos_ids), len(drafts))
         return Chain(self.matcher, place, drafts[:count])
@@ -151,9 +159,27 @@ class Constraint:
     def advance(self, tokens: Sequence[int]) -> int:
         """Take emitted tokens, up to EOS; return how many the grammar allows: fewer at a dead end, see `error`."""
         self._next = None
-        is_wrong = (token not in self.eos_ids and not self.matcher.accept(token) for token in tokens)
-        count = next((i for i, wrong in enumerate(is_wrong) if wrong), len(tokens))
+        count = self._rewind(tokens)
+        self._ahead = []
+        while count < len(tokens) and (tokens[count] in self.eos_ids or self.matcher.accept(tokens[count])):
+            count += 1
         self._num_before_eos -= count
+        return count
+
+    def _rewind(self, tokens: Sequence[int] = ()) -> int:
+        """Take back what the matcher is ahead, from where it is not `tokens`; return how many of them are left."""
+        pairs = zip(tokens, self._ahead, strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(self._ahead)))
+        if common < len(self._ahead):
+            self.matcher.rollback(len(self._ahead) - common)
+            del self._ahead[common:]
+        return common
+
+    def _follow(self, tokens: Sequence[int]) -> int:
+        """Have the matcher ahead by `tokens`, none of them an EOS id, as far as masks allow; return how many."""
+        common = self._rewind(tokens)
+        count = common + self.matcher.take(tokens[common:])
+        self._ahead += tokens[common:count]
         return count
 
     @property
@@ -173,6 +199,7 @@ class Constraint:
 
     def forced(self, num_steps: int, may_rest: bool = False) -> list[int]:
         """Return up to `num_steps` tokens that the grammar forces. may_rest: look less often where it forces none."""
+        self._rewind()
         if may_rest and self.rests:
             self.rest()
             return []

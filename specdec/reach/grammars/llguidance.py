@@ -104,30 +104,36 @@ class LLGMatcher:
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self.library = matcher
+        self._forced: list[list[int] | None] = [None]  # after every token that it has taken; None: not known
 
     def fill(self, mask: np.ndarray) -> bool:
         self.library.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         return not self.library.is_error() and bool(mask.any())
 
     def accept(self, token: int) -> bool:
-        return self.library.try_consume_tokens([token]) == 1
+        is_taken = self.library.try_consume_tokens([token]) == 1
+        if is_taken:
+            known = self._forced[-1]
+            self._forced.append(known[1:] if known and known[0] == token and len(known) > 1 else None)
+        return is_taken
 
-    def num_allowed(self, tokens: Sequence[int]) -> int:
+    def take(self, tokens: Sequence[int]) -> int:
         # Where text is forced, masks allow its canonical tokens only; the library accepts any tokenization of it.
-        taken, forced = 0, list[int]()
-        for token in tokens:
-            forced = forced or self.forced()
-            if forced[:1] not in ([], [token]) or not self.accept(token):
-                break
-            taken, forced = taken + 1, forced[1:]
-        self.rollback(taken)
-        return taken
+        count = 0
+        while count < len(tokens) and self.forced()[:1] in ([], [tokens[count]]) and self.accept(tokens[count]):
+            count += 1
+        return count
 
     def rollback(self, num: int) -> None:
         self.library.rollback(num)
+        del self._forced[len(self._forced) - num :]
 
     def forced(self) -> list[int]:
-        return self.library.compute_ff_tokens()
+        # One token after another: a forced text is read once, which takes as long as a mask.
+        known = self._forced[-1]
+        if known is None:
+            known = self._forced[-1] = self.library.compute_ff_tokens()
+        return known
 
     @property
     def error(self) -> str:

@@ -82,10 +82,8 @@ class XGMatcher:
     def accept(self, token: int) -> bool:
         return self._matcher.accept_token(token)
 
-    def num_allowed(self, tokens: Sequence[int]) -> int:
-        taken = next((i for i, token in enumerate(tokens) if not self._matcher.accept_token(token)), len(tokens))
-        self._matcher.rollback(taken)
-        return taken
+    def take(self, tokens: Sequence[int]) -> int:
+        return next((i for i, token in enumerate(tokens) if not self._matcher.accept_token(token)), len(tokens))
 
     def rollback(self, num: int) -> None:
         self._matcher.rollback(num)
