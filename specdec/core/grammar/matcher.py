@@ -168,8 +168,11 @@ class Constraint:
 
     def _rewind(self, tokens: Sequence[int] = ()) -> int:
         """Take back what the matcher is ahead, from where it is not `tokens`; return how many of them are left."""
-        pairs = zip(tokens, self._ahead, strict=False)
-        common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(self._ahead)))
+        common = 0
+        for token, taken in zip(tokens, self._ahead, strict=False):
+            if token != taken:
+                break
+            common += 1
         if common < len(self._ahead):
             self.matcher.rollback(len(self._ahead) - common)
             del self._ahead[common:]

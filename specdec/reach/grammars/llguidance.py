@@ -119,10 +119,11 @@ class LLGMatcher:
 
     def take(self, tokens: Sequence[int]) -> int:
         # Where text is forced, masks allow its canonical tokens only; the library accepts any tokenization of it.
-        count = 0
-        while count < len(tokens) and self.forced()[:1] in ([], [tokens[count]]) and self.accept(tokens[count]):
-            count += 1
-        return count
+        for count, token in enumerate(tokens):
+            forced = self.forced()
+            if (forced and forced[0] != token) or not self.accept(token):
+                return count
+        return len(tokens)
 
     def rollback(self, num: int) -> None:
         self.library.rollback(num)
