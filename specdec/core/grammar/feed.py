@@ -6,7 +6,8 @@ masks are made of the tree, which has been drafted by then, while the device wor
 is told, so that it reads them while the draft extends. Rounds of batches without a grammar know nothing of it.
 
 The device waits for what the host does at the first stop. So drafts get no more masks once it has waited for `GUIDE_S`,
-and after rounds in which no grammar forced a token a few have no guide: their results are read at the second stop.
+and where the guide took longer and no grammar forced a token, a few rounds have none: their results are read at the
+second stop.
 Masks of a batch may take longer than the verification that hides them: greedy requests get them only where the token
 that they would choose is forbidden. While the device verifies, their matchers follow the drafts, so that they have
 little more to say of choices that are drafts.
@@ -67,6 +68,7 @@ class MaskFeed:
         self._post: Callable[[torch.Tensor], None] | None = None
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
         self._is_guided = False  # whether the device has a guide, rather than one that says nothing
+        self._guide_s = 0.0  # that the device waited for the last one
         self._num_forcing = 0  # places up to the last that has forced tokens on the device
         self._num_masked = 0  # words up to the last mask on the device that forbids something
         self._num_rounds = self._num_forced = 0
@@ -96,7 +98,9 @@ class MaskFeed:
         """First stop of a round that drafts `num_steps` deep."""
         if not self._requests:
             return
-        self._count_late(2, 3)
+        waited_s = self._count_late(2, 3)
+        if self._is_guided:
+            self._guide_s = waited_s
         self._mark(2)
         if num_steps and not self._rests():
             self.read_results()
@@ -106,10 +110,10 @@ class MaskFeed:
         self._mark(3)
 
     def _rests(self) -> bool:
-        """Return whether the draft can do without a guide, and take away the one of an earlier round; never on a CPU,
-        which gains nothing by it."""
+        """Return whether the draft does without a guide, since the device waited long for the last one, which forced
+        nothing; if so, take away the one of the round before."""
         found = self._constrained(self._requests)
-        if not self._marks or not all(constraint.rests for constraint, _ in found):
+        if self._guide_s <= GUIDE_S or not all(constraint.rests for constraint, _ in found):
             return False
         for constraint, _ in found:
             constraint.rest()
@@ -211,11 +215,15 @@ class MaskFeed:
         if self._marks:
             self._marks[which].record()
 
-    def _count_late(self, first: int, last: int) -> None:
-        """Add what the device waited between two marks of the round before, which it has passed or is about to."""
-        if self._marks and self._num_rounds:
-            self._marks[last].synchronize()
-            self._late_s += self._marks[first].elapsed_time(self._marks[last]) / 1e3
+    def _count_late(self, first: int, last: int) -> float:
+        """Return and count the seconds that the device waited between two marks of the round before, which it has
+        passed or is about to."""
+        if not self._marks or not self._num_rounds:
+            return 0.0
+        self._marks[last].synchronize()
+        waited_s = self._marks[first].elapsed_time(self._marks[last]) / 1e3
+        self._late_s += waited_s
+        return waited_s
 
     def _fill(self, found: Found, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> None:
         """Write the masks of requests with a grammar to masks [n, D, W], which allow all."""
