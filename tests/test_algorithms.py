@@ -13,7 +13,7 @@ from specdec.reach.assembly.algorithms import algorithms
 from specdec.reach.targets.shape import LAST
 from tests.heads import ALGOS, MODULES, poison, random_draft
 from tests.laws import assert_own_law
-from tests.test_attach import ragged_prompts, texts_of
+from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -49,7 +49,7 @@ def test_all_algorithms_are_tested():
 @EVERY_ALGO
 def test_greedy_text_is_that_of_generate(algo, shape, graphs):
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
-    expected = texts_of(model, prompts, NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
     engine = engine_of(model, algo, shape, max_prefill_tokens=16, **{**GRAPHS[graphs], "graph_sampling": "greedy"})
     out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
     engine.check_integrity()
@@ -68,7 +68,7 @@ def test_trees_of_more_nodes_than_a_word_has_bits(algo):
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
     shape = {"num_steps": 5, "topk": 17, "num_draft_tokens": 100}
     engine = engine_of(model, algo, shape, **GRAPHS["graphs"])
-    assert engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens == texts_of(model, prompts, NUM_TOKENS)
+    assert engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens == [greedy(model, p, NUM_TOKENS) for p in prompts]
     sampled = engine.generate(prompts, max_new_tokens=NUM_TOKENS, do_sample=True, top_k=0, seed=1).tokens
     engine.detach()
     eager = engine_of(model, algo, shape, **GRAPHS["eager"])
@@ -90,7 +90,7 @@ def test_compiled_layers_feed_every_draft_alike(algo):
         engine.detach()
         assert not worker.compiled and (report.compile_seconds > 0) == (settings is traced)
         assert report.draft.get("layers", "").startswith("compiled" if settings is traced else "")
-    assert outs[0].tokens == outs[1].tokens == texts_of(model, prompts, NUM_TOKENS)
+    assert outs[0].tokens == outs[1].tokens == [greedy(model, p, NUM_TOKENS) for p in prompts]
     assert outs[0].stats.acceptance == outs[1].stats.acceptance
 
 

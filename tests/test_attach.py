@@ -1,7 +1,6 @@
 """Attach and detach on live models of many architectures: the same text as `generate`, and no trace afterwards."""
 
 import copy
-import functools
 import gc
 import pickle
 import weakref
@@ -30,21 +29,6 @@ def greedy(model, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
     return out[0, len(prompt) :].tolist()
-
-
-def texts_of(model, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-    """What a model that was just made as `model` was continues each prompt with; many tests ask for the same texts."""
-    return [list(_text(*model.made_by, model.device, tuple(prompt), num_tokens)) for prompt in prompts]
-
-
-@functools.cache
-def _text(make, given, device, prompt, num_tokens):
-    return greedy(_made(make, given, device), list(prompt), num_tokens)
-
-
-@functools.cache
-def _made(make, given, device):
-    return make(*given).to(device)
 
 
 @pytest.mark.parametrize("name", [*ADMITTED, *CHUNKED])

@@ -14,7 +14,7 @@ from tests.heads import ALGOS, MODULES, OracleWorker, poison, random_draft
 from tests.laws import assert_own_law
 from tests.recurrent_models import recurrent_model
 from tests.test_algorithms import FromScratch, check_tree
-from tests.test_attach import greedy, ragged_prompts, texts_of
+from tests.test_attach import greedy, ragged_prompts
 from tests.test_block import naive_states
 from tests.test_scheduler import request_of
 from tests.tiny_models import VOCAB, tiny_model
@@ -67,7 +67,7 @@ def test_greedy_text_is_that_of_generate(algo, shape, graphs):
     engine.check_integrity()
     report = engine.report()
     engine.detach()
-    assert out.tokens == texts_of(model, prompts, NUM_TOKENS)
+    assert out.tokens == [greedy(model, p, NUM_TOKENS) for p in prompts]
     assert all(tier["rounds"] for tier in report.policy["tiers"].values())
     assert bool(report.policy["catch_ups"]) == (algo != "lookup")
     way, other = ("replays", "eager") if graphs else ("eager", "replays")
@@ -124,7 +124,7 @@ def test_a_draft_that_is_always_right_stays_right():
     out = engine.generate(ragged_prompts(), max_new_tokens=120)
     tiers = engine.report().policy["tiers"]
     engine.detach()
-    assert out.tokens == texts_of(model, ragged_prompts(), 120)
+    assert out.tokens == [greedy(model, p, 120) for p in ragged_prompts()]
     assert {name: tier["tokens"] for name, tier in tiers.items()} == {"plain": 1, "1:1:2": 2, "3:1:4": 4, "5:1:6": 6}
 
 
@@ -162,13 +162,13 @@ def test_recurrent_states_follow_every_shape(name, shape):
     vary(engine)
     out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
     engine.detach()
-    assert out.tokens == texts_of(model, prompts, NUM_TOKENS)
+    assert out.tokens == [greedy(model, p, NUM_TOKENS) for p in prompts]
 
 
 def test_trees_and_chains_that_are_accepted_are_committed():
     """An oracle's drafts are right three times in four."""
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
-    texts = texts_of(model, prompts, NUM_TOKENS)
+    texts = [greedy(model, p, NUM_TOKENS) for p in prompts]
     engine = engine_of(model, "eagle3", TREE, cuda_graph=False)
     core = engine._core
     core.round.worker = OracleWorker(engine.config, [p + t for p, t in zip(prompts, texts, strict=True)], VOCAB)
@@ -194,7 +194,7 @@ def test_samples_have_the_targets_own_law(algo, shape):
 def test_preempted_requests_go_on_with_the_same_text(monkeypatch):
     monkeypatch.setattr("specdec.core.engine.scheduler.GROWTH", 8)
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
-    expected = texts_of(model, prompts, NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
     engine = engine_of(model, "eagle3", max_batch=5, num_slots=260)
     vary(engine)
     out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)

@@ -18,7 +18,7 @@ from specdec.reach.heads.load import detect_algo, inspect, load_head, save_head
 from specdec.reach.targets.shape import TargetShape
 from specdec.tools.train.blocks import block_states
 from tests.heads import poison, random_block
-from tests.test_attach import ragged_prompts, texts_of
+from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
 from tests.tiny_models import tiny_model
 
@@ -194,7 +194,7 @@ def test_text_is_that_of_generate(kind, graphs):
         model, head, max_batch=3, max_seq_len=128, max_prefill_tokens=16, graph_sampling="greedy", **CHAIN, **settings
     )
     poison(engine)
-    expected = texts_of(model, prompts, 12)
+    expected = [greedy(model, p, 12) for p in prompts]
     assert engine.generate(prompts, max_new_tokens=12).tokens == expected
     assert engine.generate(prompts, max_new_tokens=12).tokens == expected  # from kept prefixes
     engine.check_integrity()
@@ -214,7 +214,7 @@ def test_compiled_heads_draft_the_same(kind):
         settings = {"compile": compile, "compiler": "eager", "cuda_graph": True, "graph_sampling": "greedy"}
         with specdec.attach(model, head, max_batch=3, max_seq_len=128, **CHAIN, **settings) as engine:
             out = engine.generate(prompts, max_new_tokens=12)
-            assert out.tokens == texts_of(model, prompts, 12)
+            assert out.tokens == [greedy(model, p, 12) for p in prompts]
             assert engine.report().draft.get("layers", "").startswith("compiled" if compile else "")
             taus.append(out.stats.tau)
     assert taus[0] == taus[1]
@@ -230,7 +230,7 @@ def test_the_triton_backend_drafts_the_same(kind, shape):
         head = random_block(model, **KINDS[kind]).to(DEVICE)
         with specdec.attach(model, head, backend=backend, max_batch=2, max_seq_len=64, **shape) as engine:
             outs.append(engine.generate(prompts, max_new_tokens=4))
-    assert outs[0].tokens == outs[1].tokens == texts_of(model, prompts, 4)
+    assert outs[0].tokens == outs[1].tokens == [greedy(model, p, 4) for p in prompts]
     assert outs[0].stats.acceptance == outs[1].stats.acceptance
 
 
@@ -238,7 +238,7 @@ def test_auto_rounds_with_a_block():
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
     head = random_block(model).to(DEVICE)
     with specdec.attach(model, head, max_batch=3, max_seq_len=128, num_steps="auto") as engine:
-        assert engine.generate(prompts, max_new_tokens=12).tokens == texts_of(model, prompts, 12)
+        assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
 
 
 def test_settings_that_a_block_cannot_have():

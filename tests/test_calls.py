@@ -10,7 +10,7 @@ import specdec
 from specdec import DetachedError
 from specdec.core.engine.calls import Calls
 from tests.heads import random_head
-from tests.test_attach import ragged_prompts, texts_of
+from tests.test_attach import greedy, ragged_prompts
 from tests.test_text import TOKENIZER
 from tests.test_threads import join
 from tests.tiny_models import tiny_model
@@ -176,7 +176,7 @@ def test_a_caller_that_holds_the_turn_steps_itself(engine):
 
 
 def test_tasks_stream_side_by_side_and_generate(model, engine):
-    expected = texts_of(model, ragged_prompts(), NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     order = []
 
     async def one(i: int) -> str:

@@ -7,7 +7,7 @@ from scipy import stats
 import specdec
 from specdec import SamplingParams
 from tests.heads import OracleWorker, poison, random_draft, random_head
-from tests.test_attach import greedy, ragged_prompts, texts_of
+from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 
 NUM_TOKENS = 30
@@ -32,7 +32,7 @@ def oracle_engine(model, prompts, expected, **settings):
 def test_accepted_drafts_change_nothing(name, shape, page_size):
     model = tiny_model(name)
     prompts = [p for p in ragged_prompts() if len(p) > 1]
-    expected = texts_of(model, prompts, NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
     engine = oracle_engine(model, prompts, expected, max_batch=3, page_size=page_size, **shape)
     out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
     engine.check_integrity()
@@ -43,7 +43,7 @@ def test_accepted_drafts_change_nothing(name, shape, page_size):
 
 def test_chain_tau_is_one_plus_the_acceptance_rates():
     model, prompts = tiny_model("llama"), ragged_prompts()[:2]
-    expected = texts_of(model, prompts, NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
     out = oracle_engine(model, prompts, expected, num_steps=3).generate(prompts, max_new_tokens=NUM_TOKENS)
     assert out.stats.tau == pytest.approx(1 + sum(out.stats.acceptance_at))
     emitted_by_rounds = out.stats.num_tokens - len(prompts)
@@ -92,7 +92,7 @@ def test_poisoned_pools_change_nothing(name, shape):
 
 def test_a_nan_row_ends_its_request_alone():
     model, prompts = tiny_model("llama"), ragged_prompts()[:3]
-    expected = texts_of(model, prompts, NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
     engine = specdec.attach(model, random_head(model), num_steps=3)
     core, forward = engine._core, engine._core.target.forward
 
@@ -173,7 +173,7 @@ def test_the_report_counts_what_callers_step_themselves():
 def test_a_tree_smaller_than_its_depth(num_draft_tokens):
     """D <= S is allowed: no accepted path is longer than D then."""
     model, prompts = tiny_model("llama"), ragged_prompts()
-    expected = texts_of(model, prompts, NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
     shape = {"num_steps": 4, "topk": 2, "num_draft_tokens": num_draft_tokens}
     engine = specdec.attach(model, random_head(model), max_batch=4, **shape)
     assert engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens == expected
@@ -200,7 +200,7 @@ def test_late_results_change_nothing(lag):
 def test_requests_may_be_stepped_by_hand():
     """As a server does: they come at any time, text is read on the way, one is given up."""
     model, prompts = tiny_model("llama"), ragged_prompts()
-    expected = texts_of(model, prompts, 16)
+    expected = [greedy(model, p, 16) for p in prompts]
     engine = specdec.attach(model, random_head(model), max_batch=2, num_steps=3)
     assert not engine.step(), "nothing is queued"
     served = engine.submit(prompts[:2], max_new_tokens=16)

@@ -11,7 +11,7 @@ import specdec
 from specdec.core.cache.prefix import KeptStates
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
-from tests.test_attach import greedy, texts_of
+from tests.test_attach import greedy
 from tests.test_pages import CHAIN, TREE, preempted
 from tests.tiny_models import VOCAB
 
@@ -86,7 +86,7 @@ def test_prompts_that_come_together_share_what_they_have_in_common():
     engine, stem = engine_of(model, None, cuda_graph=False), prompt_of(29)
     prompts = [[*stem, *prompt_of(10 + i, i + 1)] for i in range(4)]
     out = engine.generate(prompts, max_new_tokens=NUM_TOKENS, ignore_eos=True)
-    assert out.tokens == texts_of(model, prompts, NUM_TOKENS)
+    assert out.tokens == [greedy(model, p, NUM_TOKENS) for p in prompts]
     assert [r.num_cached for r in out.requests] == [0, 24, 24, 24]
     engine.detach()
 
@@ -127,6 +127,6 @@ def test_it_replays_from_graphs(mode):
     for _ in range(6):
         prompts = [prompt_of(40)[: rng.randrange(8, 40)] + prompt_of(9, rng.randrange(3)) for _ in range(3)]
         out = engine.generate(prompts, max_new_tokens=NUM_TOKENS, ignore_eos=True)
-        assert out.tokens == texts_of(model, prompts, NUM_TOKENS)
+        assert out.tokens == [greedy(model, p, NUM_TOKENS) for p in prompts]
     assert engine.report().prefix_cache["found"] > 60
     engine.detach()

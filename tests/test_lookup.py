@@ -12,7 +12,7 @@ import specdec
 from specdec.core.functional.torch_ops import TORCH_OPS, pick_ops
 from tests.heads import random_draft, random_head
 from tests.laws import assert_own_law
-from tests.test_attach import ragged_prompts, texts_of
+from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,7 +81,7 @@ def looked_up(model, **settings):
 def test_greedy_text_is_that_of_generate(graphs):
     """Ragged requests, more than rows, prompts in chunks; what is drafted is read from the request's own history."""
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
-    expected = texts_of(model, prompts, 40)
+    expected = [greedy(model, p, 40) for p in prompts]
     engine = looked_up(model, max_prefill_tokens=16, **GRAPHS[graphs])
     out = engine.generate(prompts, max_new_tokens=40)
     engine.check_integrity()
@@ -167,7 +167,7 @@ def test_trees_take_what_was_found(seed, bs, num, num_found):
 def test_trees_hold_what_the_text_suggests(algo, graphs):
     """A draft that knows nothing accepts more with lookup, in a model that repeats itself."""
     model, prompts, taus = tiny_model("llama").to(DEVICE), ragged_prompts(), []
-    expected = texts_of(model, prompts, 40)
+    expected = [greedy(model, p, 40) for p in prompts]
     shape = {"num_steps": 4, "topk": 2, "num_draft_tokens": 9, "max_batch": 3, "max_seq_len": 160}
     for lookup in (False, True):
         draft = random_draft(model, algo).to(DEVICE)

@@ -12,7 +12,7 @@ from specdec.reach.targets.hf import HFTarget
 from tests.heads import random_draft
 from tests.laws import assert_own_law
 from tests.recurrent_models import CONFIGS, recurrent_model
-from tests.test_attach import greedy, ragged_prompts, texts_of
+from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,7 +78,7 @@ def check_text(engine, expected, prompts=None):
 def test_every_type_equals_generate(name):
     """Prompts of several lengths in chunks of 7; rows are used again."""
     model = model_of(name)
-    expected = texts_of(model, ragged_prompts(), NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     own = model(torch.tensor([ragged_prompts()[0]], device=DEVICE)).logits
     for shape in (None, CHAIN, TREE) if DEVICE.type == "cuda" else (None, TREE):
         engine = engine_of(model, "eagle" if shape else None, **(shape or {}))
@@ -94,7 +94,7 @@ def test_every_type_equals_generate(name):
 def test_every_type_and_algorithm_in_graphs(name, draft, shape):
     """All there is, each forward replayed; a standalone draft is another model of the type."""
     model = model_of(name)
-    expected = texts_of(model, ragged_prompts(), NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     given = model_of(name, seed=3) if draft == "standalone" else draft
     settings = {
         "cuda_graph": True,
@@ -136,7 +136,7 @@ def test_every_graph_replays(name, graphs):
 def test_nextn_layers_compile(name):
     """As Inductor compiles pieces, whose graphs are stricter than torch's own."""
     model = model_of(name)
-    expected = texts_of(model, ragged_prompts(), NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     engine = engine_of(model, "nextn", **CHAIN, compile=True, compiler="inductor", cuda_graph=True, strict=True)
     assert engine._core.models.how_draft_compiled.startswith("compiled")
     check_text(engine, expected)
@@ -188,7 +188,7 @@ def test_states_do_not_drift(name):
 
 def test_requests_that_are_dropped_leave_nothing_behind():
     model, prompts = model_of("qwen3_next"), ragged_prompts()[:2]
-    expected = texts_of(model, prompts, NUM_TOKENS)
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
     engine = engine_of(model, "eagle", **TREE)
     dropped = engine.submit(ragged_prompts()[2:4], max_new_tokens=40, ignore_eos=True)
     for _ in range(4):

@@ -1,8 +1,6 @@
 """Tiny random targets of many architectures, small enough to run hundreds of forwards a second on CPU."""
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import transformers as tf
@@ -130,17 +128,9 @@ REFUSED = ("rwkv",)
 
 def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
     """A random model of `name` in eval mode whose greedy text varies (weights scaled up from HF's tiny init)."""
-    given = name, seed, dtype
     seed += SEEDS_64.get(name, 0) if HEAD_DIM == 64 else 0
     torch.manual_seed(seed)
-    model = random_weights(tf.AutoModelForCausalLM.from_config(CONFIGS[name]()), seed).to(dtype)
-    return made_by(model, tiny_model, *given)
-
-
-def made_by(model: tf.PreTrainedModel, make: Callable[..., tf.PreTrainedModel], *given: Any) -> tf.PreTrainedModel:
-    """Note on `model` how one like it is made, for `tests.test_attach.texts_of`."""
-    model.made_by = make, given
-    return model
+    return random_weights(tf.AutoModelForCausalLM.from_config(CONFIGS[name]()), seed).to(dtype)
 
 
 def random_weights(model: tf.PreTrainedModel, seed: int = 0) -> tf.PreTrainedModel:
