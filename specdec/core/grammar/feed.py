@@ -6,11 +6,11 @@ masks are made of the tree, which has been drafted by then, while the device wor
 is told, so that it reads them while the draft extends. Rounds of batches without a grammar know nothing of it.
 
 The device waits for what the host does at the first stop. So drafts get no more masks once it has waited for `GUIDE_S`,
-and where the guide took longer and no grammar forced a token, a few rounds have none: their results are read at the
-second stop.
-Masks of a batch may take longer than the verification that hides them: greedy requests get them only where the token
-that they would choose is forbidden. While the device verifies, their matchers follow the drafts, so that they have
-little more to say of choices that are drafts.
+and where a guide took longer and forced nothing, the next rounds have none: results are read at the second stop.
+
+Masks of a batch may take longer than the verification that hides them. So greedy requests get them only where the token
+that they would choose is forbidden. While the device verifies, their matchers follow the drafts: of choices that are
+drafts there is little more to say.
 """
 
 import math
