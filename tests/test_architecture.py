@@ -151,16 +151,15 @@ def is_type_checking(test: ast.expr) -> bool:
 
 
 def walk_runtime(node: ast.AST) -> Iterator[ast.AST]:
-    """Every statement below, except what only a type checker sees: imports are statements, and most nodes are not."""
-    waiting = [node]
-    while waiting:
-        for child in ast.iter_child_nodes(waiting.pop()):
-            if isinstance(child, ast.expr):
-                continue
-            is_for_checkers = isinstance(child, ast.If) and is_type_checking(child.test)
-            seen = child.orelse if is_for_checkers else [child]  # type: ignore[attr-defined]
-            yield from seen
-            waiting.extend(seen)
+    """Every node below, except what only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and is_type_checking(child.test):
+            for statement in child.orelse:
+                yield statement
+                yield from walk_runtime(statement)
+        else:
+            yield child
+            yield from walk_runtime(child)
 
 
 @cache
