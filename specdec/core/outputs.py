@@ -143,7 +143,7 @@ class Report:
     preemption: requests that gave up their pages to others (preemptions), and tokens prefilled again for it
     (recomputed_tokens);
     grammar: of rounds in which a request has a grammar: their number, mean ms that the host took for masks (mask_ms)
-    and waited for drafts before (wait_ms), that the device waited for masks after its verification (late_ms), and
+    and waited for drafts and choices (wait_ms), that the device waited for masks after its verification (late_ms), and
     tokens that were drafted because grammars force them (forced_tokens); empty if there were none;
     policy: with num_steps="auto", of each tier, a shape of rounds: rounds, mean ms and tokens of a request in one,
     tokens expected of the next one (expected_tokens), ms by batch in a short context (cost_ms); and how often the

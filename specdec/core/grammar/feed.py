@@ -164,7 +164,6 @@ class MaskFeed:
         """
         if not self._requests:
             return
-        start = time.perf_counter()
         self._count_late(0, 1)
         self._mark(0)
         num = len(self._requests)
@@ -173,9 +172,9 @@ class MaskFeed:
             if self._has_choices is not None:
                 self._has_choices.record()
         if self._has_tree is not None and num_nodes > 1:
-            self._has_tree.synchronize()
+            self._wait(self._has_tree)
         self.read_results()  # of the round before, if they were not read at the first stop
-        has_tree = time.perf_counter()
+        start, waited_s = time.perf_counter(), self._wait_s
         tokens, parents = self._host_tree[:, : num * num_nodes].view(2, num, num_nodes).tolist()
         flat = self._host_masks  # its last copy is done: a round came after it
         flat.numpy()[: self._num_masked].fill(-1)
@@ -192,8 +191,7 @@ class MaskFeed:
         self._num_masked = count
         self._mark(1)
         self._num_rounds += 1
-        self._wait_s += has_tree - start
-        self._mask_s += time.perf_counter() - has_tree
+        self._mask_s += time.perf_counter() - start - (self._wait_s - waited_s)
 
     def mail(self, lines: torch.Tensor) -> None:
         """Third stop: begin to tell the host what the round emits, lines [n, W+3] and padding."""
@@ -214,6 +212,12 @@ class MaskFeed:
         """Mark where the device has verified (0), has masks (1), is about to draft (2), and has its guide (3)."""
         if self._marks:
             self._marks[which].record()
+
+    def _wait(self, event: torch.cuda.Event) -> None:
+        """Wait for the device, and count the time."""
+        start = time.perf_counter()
+        event.synchronize()
+        self._wait_s += time.perf_counter() - start
 
     def _count_late(self, first: int, last: int) -> float:
         """Return and count the seconds that the device waited between two marks of the round before, which it has
@@ -242,7 +246,7 @@ class MaskFeed:
         for constraint, i in found:
             constraint.foresee(tokens[i], parents[i])
         if self._has_choices is not None:
-            self._has_choices.synchronize()
+            self._wait(self._has_choices)
         choices = self._host_choices[: masks.shape[0] * masks.shape[1]].view(masks.shape[:2]).tolist()
         for constraint, i in found:
             if constraint.fill_choices(tokens[i], parents[i], choices[i], masks[i]):
