@@ -1,6 +1,7 @@
 """The public API: `attach()` a draft to a live causal LM, and the `Engine` that generates the same text faster."""
 
 import asyncio
+import sys
 import time
 import warnings
 import weakref
@@ -157,9 +158,6 @@ class Engine:
         core, self._backend_reason, self._bits = assemble(target, config, draft, algo, self.tokenizer, ranks)
         self._core: Core | None = core
         self._driver: Driver | None = Driver(core)
-        # An engine that is dropped without detach(), as in a notebook cell run again, leaves the model free.
-        self._release = weakref.finalize(self, core.close)
-        self._release.atexit = False
         self._installed = ExitStack()
         self._on_detach = ExitStack()
         for model in (self.target_module, self.draft_module):
@@ -373,8 +371,17 @@ class Engine:
         self._core.close()
         self.uninstall()
         self._on_detach.close()
-        self._release.detach()
         self._core = self._driver = None
+
+    def __del__(self) -> None:
+        """Leave the model of an engine that is dropped without detach() free, as in a notebook cell run again.
+
+        No `weakref.finalize`: it would keep the core alive, which keeps a failed request, whose traceback keeps the
+        engine.
+        """
+        core = getattr(self, "_core", None)
+        if core is not None and not sys.is_finalizing():
+            core.close()
 
     def __repr__(self) -> str:
         """Name model, draft, shape, capacity, device and state; nothing waits for a step."""

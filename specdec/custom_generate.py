@@ -14,7 +14,6 @@ or depth. `draft=FOLDER` says it outright, should a version of transformers have
 import inspect
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from specdec.api import Engine, attach
@@ -100,7 +98,6 @@ def _engine_for(model: PreTrainedModel, source: str, settings: dict[str, Any] | 
             engine = None
         if engine is None:
             engine = attach(model, source, **(settings or {}))
-            _leave_to_model(engine, model)
             held = _Held(engine, source, settings or {})
             setattr(model, HOLDER, held)
             engine._on_detach.callback(vars(model).pop, HOLDER, None)
@@ -111,16 +108,6 @@ def _engine_for(model: PreTrainedModel, source: str, settings: dict[str, Any] | 
         with _CALLS:
             held.callers.remove(me)
             _CALLS.notify_all()
-
-
-def _leave_to_model(engine: Engine, model: PreTrainedModel) -> None:
-    """Let the engine be garbage together with its model: what would close it when it is dropped keeps the model alive.
-
-    Nothing has to be restored in a model that is gone, but its memory is freed only after what is under way.
-    """
-    engine._release.detach()
-    if model.device.type == "cuda":
-        weakref.finalize(model, torch.cuda.synchronize, model.device).atexit = False
 
 
 def _named_by_caller(model: PreTrainedModel) -> str:

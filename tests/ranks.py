@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -92,7 +93,11 @@ def renew(rank: int, folder: str, device: str) -> None:
     """Make the process group, or a new one in place of one in which a rank has failed."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        gc.collect()  # a group in a cycle would wait for the other rank's whenever it is found
+        # A group whose collective broke off is freed once the other rank's is, so all that holds this one must go.
+        gc.collect()  # an engine that failed, and was not detached
+        for beats in [t for t in threading.enumerate() if t.name == "specdec-beat"]:
+            beats.join(10)
+        gc.collect()
     store = f"file://{folder}/store{next(_STORES)}"
     where = {"backend": "gloo"} if device == "cpu" else {"backend": "nccl", "device_id": torch.device("cuda", rank)}
     torch.distributed.init_process_group(**where, init_method=store, rank=rank, world_size=SIZE)

@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -215,6 +217,24 @@ def test_an_engine_that_is_dropped_leaves_the_model_free(settings):
     finally:
         gc.enable()
     assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("part, method", [("graphs", "play"), ("delivery", "hand_over")])
+def test_an_engine_that_is_dropped_after_a_failure_is_freed(part, method):
+    """The error's traceback holds the engine, and the failed request holds the error."""
+    engine = specdec.attach(tiny_model("llama"), random_draft(tiny_model("llama"), "eagle3"), num_steps=3)
+    with fails_at(7, getattr(engine._core, part), method), pytest.raises(ZeroDivisionError):
+        engine.generate(ragged_prompts(), max_new_tokens=NUM_TOKENS)
+    core = weakref.ref(engine._core)
+    del engine
+    gc.collect()
+    assert core() is None
+
+
+def fails_at(number, owner, method):
+    """Patch a method so that one call raises; the first one is 1."""
+    run, calls = getattr(owner, method), itertools.count(1)
+    return mock.patch.object(owner, method, lambda *args: 1 / 0 if next(calls) == number else run(*args))
 
 
 def test_the_engine_of_a_model_is_told_and_not_kept():
