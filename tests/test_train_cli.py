@@ -57,7 +57,7 @@ def fit(folder: Path, algo: str, out: Path, *more: object) -> dict[str, Any]:
 
 HEADS = [
     ("eagle", ["--intermediate-size", "48"]),
-    ("eagle3", ["--draft-vocab-size", "64", "--aux-layers", "0,1,3"]),
+    ("eagle3", ["--draft-vocab-size", "64", "--aux-layers", "0,1,3", "--num-layers", "2"]),
     ("nextn", ["--max-tokens", "2000", "--copy-layer"]),
     ("block", ["--num-steps", "3", "--draft-vocab-size", "64", "--aux-layers", "0,1,3", "--lr", "3e-3"]),
 ]
@@ -72,6 +72,8 @@ def test_a_head_is_fitted_exported_and_drafts(folder: Path, tmp_path: Path, algo
     card = (out / "README.md").read_text("utf-8")
     assert "draft head for" in card and "simulated tau" in card and "{" not in card
     assert detect_algo(out) == algo
+    layers = [name for name in load_file(out / "model.safetensors") if name.endswith("o_proj.weight")]
+    assert len(layers) == {"eagle3": 2, "block": 2}.get(algo, 1)
     drafts_the_targets_text(load_pretrained(folder / "target")[0], folder, out)
 
 
@@ -129,6 +131,8 @@ def test_a_head_goes_on_with_another_draft_vocabulary(folder: Path, tmp_path: Pa
     assert report["draft_vocab_size"] == len(after["d2t"]) == 64 and len(before["d2t"]) == 40
     assert "lm_head.weight" not in after  # the target has its rows
     torch.testing.assert_close(after["fc.weight"], before["fc.weight"], atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"num_layers=0: expected"):
+        fit(folder, "eagle3", tmp_path / "no", "--max-steps", 1, "--num-layers", 0)
     with pytest.raises(ValueError, match=r"intermediate_size: .* takes only draft_vocab_size"):
         fit(folder, "eagle3", tmp_path / "no", *again, "--intermediate-size", 8)
     after["lm_head.weight"] = torch.zeros(64, load_pretrained(folder / "target")[0].config.hidden_size)

@@ -64,7 +64,8 @@ def write(head: BlockHead, saving: Saving) -> tuple[dict[str, Any], Tensors]:
 
 
 def _fresh(model: PreTrainedModel, shape: Any, seed: int, hot_ids: HotIds) -> BlockHead:
-    config = fresh.block_config(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size)
+    sizes = shape.intermediate_size, shape.num_layers or 2
+    config = fresh.block_config(model, shape.draft_vocab_size, shape.aux_layers, *sizes)
     return fresh.new_block(model, config, hot_ids(config.draft_vocab_size), seed)
 
 
@@ -77,7 +78,7 @@ BLOCK = HeadFormat(
     written=lambda head: (SPECULATORS.name,) if inexpressible(head.config) else (DFLASH.name, SPECULATORS.name),
     training=Training(
         MappingProxyType({"num_steps": 8, "survival": True, "lk_weight": 0.5, "lr": 1.5e-3}),
-        frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
+        frozenset({"intermediate_size", "num_layers", "draft_vocab_size", "aux_layers"}),
         "Block draft head",
         "DFlash with a causal block and a Markov term, for targets of the same hidden size, vocabulary and layers.",
     ),

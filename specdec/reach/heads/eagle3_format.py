@@ -123,7 +123,8 @@ def write(head: Eagle3Head, saving: Saving) -> tuple[dict[str, Any], Tensors]:
 
 
 def _fresh(model: PreTrainedModel, shape: Any, seed: int, hot_ids: HotIds) -> Eagle3Head:
-    config = fresh.eagle3_config(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size)
+    sizes = shape.intermediate_size, shape.num_layers or 1
+    config = fresh.eagle3_config(model, shape.draft_vocab_size, shape.aux_layers, *sizes)
     return fresh.new_eagle3(model, config, hot_ids(config.draft_vocab_size), seed)
 
 
@@ -136,7 +137,7 @@ EAGLE3 = HeadFormat(
     written=lambda head: ("speculators", "eagle3") if inexpressible(head.config) else ("eagle3", "speculators"),
     training=Training(
         MappingProxyType({}),
-        frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
+        frozenset({"intermediate_size", "num_layers", "draft_vocab_size", "aux_layers"}),
         "EAGLE-3 draft head",
         "Official EAGLE-3 layout, for targets of the same hidden size, vocabulary and layers.",
     ),

@@ -45,8 +45,9 @@ def eagle3_config(
     draft_vocab_size: int | None,
     aux_layers: Sequence[int] | None = None,
     intermediate_size: int | None = None,
+    num_layers: int = 1,
 ) -> Eagle3Config:
-    """Return the shape of an EAGLE-3 head for `model`; intermediate_size: of its MLP, by default twice the target's."""
+    """Return the shape of an EAGLE-3 head for `model`. intermediate_size: of its MLPs, default twice the target's."""
     shape = TargetShape.of(model)
     layers = tuple(aux_layers) if aux_layers else default_aux_layers(shape.num_layers)
     if len(layers) != 3:
@@ -57,6 +58,7 @@ def eagle3_config(
         vocab_size=shape.vocab_size,
         draft_vocab_size=min(draft_vocab_size or DRAFT_VOCAB, shape.vocab_size),
         aux_layers=layers,
+        num_layers=num_layers,
     )
 
 
@@ -72,6 +74,7 @@ def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tens
     head.set_hot_vocab(hot_ids)
     random = torch.Generator().manual_seed(seed)
     _quiet(head.midlayer, random)
+    _quiet(getattr(head, "additional_layers", nn.ModuleList()), random)
     _pass_last(head.fc, random)
     rows = model.get_output_embeddings().weight
     norm, lm_head = head.norm.get_parameter("weight"), head.get_parameter("lm_head.weight")
@@ -97,8 +100,9 @@ def block_config(
     draft_vocab_size: int | None,
     aux_layers: Sequence[int] | None = None,
     intermediate_size: int | None = None,
+    num_layers: int = 2,
 ) -> BlockConfig:
-    """Return the shape of a block head for `model`: two layers, causal blocks of 8, a Markov term of rank 128.
+    """Return the shape of a block head for `model`: causal blocks of 8, a Markov term of rank 128.
 
     aux_layers: five spread over the target by default. intermediate_size: of its MLPs, by default the target's.
     """
@@ -113,7 +117,7 @@ def block_config(
         aux_layers=tuple(aux_layers or sorted(set(spread))),
         block_size=8,
         mask_token_id=0,
-        num_layers=2,
+        num_layers=num_layers,
         causal=True,
         predicts_next=True,
         has_mask_embedding=True,

@@ -4,7 +4,7 @@ sharded over ranks, drafts for them, and the acceptance that is imposed on those
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -247,7 +247,7 @@ def make_block(shape: str, model: Any, ids: torch.Tensor, num_layers: int) -> Bl
 def block_head_config(shape: str, model: Any, num_layers: int, most: int | None = None) -> BlockConfig:
     """Return the config of a block head of so many layers for `model`; most: tokens it may draft."""
     scored = min(SHAPES[shape].draft_vocab, most or model.config.vocab_size)
-    return replace(block_config(model, scored), num_layers=num_layers)
+    return block_config(model, scored, num_layers=num_layers)
 
 
 def block_layers(algo: str) -> int:

@@ -25,6 +25,7 @@ def _positive(value: Any) -> float:
 POSITIVE = Range("a finite number above 0", _positive)
 WEIGHT = real(0, 1e6)
 NUMBER, NUMBER_OR_NONE = whole(1), optional(whole(1), " for no limit")
+SIZE = optional(whole(1), " for the default")
 MINUTES = optional(POSITIVE, " for no limit")
 
 
@@ -118,23 +119,27 @@ class HeadShape:
 
     init: a trained draft to continue from, a folder or Hub id; of the rest only file_format and embed_type go with it,
     and draft_vocab_size for eagle3, whose output head is rows of the target's then.
-    intermediate_size: of the MLP. eagle3, block: draft_vocab_size and aux_layers, three for eagle3. nextn: copy_layer
-    starts its layer as the target's last one with full attention. standalone: hidden_size, num_layers, num_heads,
-    num_kv_heads, whose defaults take about 7 MB for a vocabulary of 49152; file_format "gguf", with the embedding as
-    embed_type, or "safetensors".
+    intermediate_size: of the MLP. num_layers: decoder layers; of an EAGLE-3 head, the first reads [embedding, feature]
+    and the others are plain. eagle3, block: draft_vocab_size and aux_layers, three for eagle3. nextn: copy_layer starts
+    its layer as the target's last one with full attention. standalone: hidden_size, num_heads, num_kv_heads, whose
+    defaults take about 7 MB for a vocabulary of 49152; file_format "gguf", with the embedding as embed_type, or
+    "safetensors".
     """
 
     init: str | None = option("A trained draft to continue from: a folder or Hub id.")
-    intermediate_size: int | None = option("Width of the draft's MLP.")
-    draft_vocab_size: int | None = option("eagle3, block: tokens that the head scores; default: 8192.")
+    intermediate_size: int | None = option("Width of the draft's MLP.", allowed=SIZE)
+    num_layers: int | None = option("eagle3, block, standalone: decoder layers; default: 1, 2, 4.", allowed=SIZE)
+    draft_vocab_size: int | None = option("eagle3, block: tokens that the head scores; default: 8192.", allowed=SIZE)
     aux_layers: tuple[int, ...] | None = None
     copy_layer: bool = option("nextn: start from a copy of the target's last layer, not at random.", False)
     hidden_size: int = option("standalone: the small Llama's shape.", 192)
-    num_layers: int = option("standalone: the small Llama's shape.", 4)
     num_heads: int = option("standalone: the small Llama's shape.", 3)
     num_kv_heads: int = option("standalone: the small Llama's shape.", 1)
     file_format: str = option("standalone: gguf, or safetensors.", "gguf")
     embed_type: str = option("standalone: the embedding in GGUF, Q4_0, Q5_0 or Q8_0.", "Q4_0")
+
+    def __post_init__(self) -> None:
+        check_fields(self, ranges_of(type(self)))
 
 
 def training_of(algo: str) -> Training:

@@ -130,7 +130,7 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 0.0, 1 / scale)
 
 
-MLP_WIDTH = 512  # if none is asked for
+NUM_LAYERS, MLP_WIDTH = 4, 512  # if none are asked for
 SMOOTHING = 1.0  # added to every token's count in the embedding's PCA, so that unseen tokens have some weight
 
 
@@ -196,7 +196,7 @@ def new_student(model: PreTrainedModel, shape: HeadShape, counts: torch.Tensor, 
         vocab_size=head.shape[0],
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size or MLP_WIDTH,
-        num_hidden_layers=shape.num_layers,
+        num_hidden_layers=shape.num_layers or NUM_LAYERS,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         max_position_embeddings=text.max_position_embeddings,
@@ -213,7 +213,7 @@ def new_student(model: PreTrainedModel, shape: HeadShape, counts: torch.Tensor, 
             nn.init.normal_(module.weight, std=module.in_features**-0.5, generator=random)
     for layer in student.model.layers:
         for out in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            out.weight.mul_((2 * shape.num_layers) ** -0.5)
+            out.weight.mul_((2 * config.num_hidden_layers) ** -0.5)
     student.get_input_embeddings().weight.copy_(project(head.float(), counts.to(head.device), shape.hidden_size))
     return student.to(head.device)
 
