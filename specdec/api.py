@@ -5,7 +5,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import ExitStack, aclosing, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -373,14 +373,14 @@ class Engine:
         self._on_detach.close()
         self._core = self._driver = None
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be gone by then
         """Leave the model of an engine that is dropped without detach() free, as in a notebook cell run again.
 
         No `weakref.finalize`: it would keep the core alive, which keeps a failed request, whose traceback keeps the
         engine.
         """
         core = getattr(self, "_core", None)
-        if core is not None and not sys.is_finalizing():
+        if core is not None and not is_finalizing():
             core.close()
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import pickle
+import sys
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -235,6 +236,16 @@ def fails_at(number, owner, method):
     """Patch a method so that one call raises; the first one is 1."""
     run, calls = getattr(owner, method), itertools.count(1)
     return mock.patch.object(owner, method, lambda *args: 1 / 0 if next(calls) == number else run(*args))
+
+
+def test_an_engine_that_outlives_our_modules_is_dropped_without_a_word(monkeypatch):
+    """As at the end of a process, which sets what modules hold to None."""
+    told = []
+    engine = specdec.attach(tiny_model("llama"))
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr("specdec.api.sys", None)
+    del engine
+    assert not told
 
 
 def test_the_engine_of_a_model_is_told_and_not_kept():

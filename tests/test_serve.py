@@ -258,6 +258,8 @@ def test_load_of_all_kinds(words):
     assert [part.clients for part in replace(whole, clients=5).parts(2)] == [3, 2]
     for one in (replace(whole, clients=3), replace(whole, rate=60.0), replace(whole, clients=3, does_harm=True)):
         seen = asyncio.run(load.send(one))
+        if seen.counts["finished"] <= 2:  # a busy machine
+            seen = asyncio.run(load.send(replace(one, seconds=8.0)))
         assert seen.counts["finished"] > 2 and not seen.errors and len(seen.firsts) >= seen.counts["finished"]
         assert not one.does_harm or seen.counts["vanished"] + seen.counts["refused"] > 0
         words.assert_free()  # those that the end of the window has cut off, too
