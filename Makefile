@@ -1,4 +1,4 @@
-# make demo | bench | test | test-all | test-latest | lint | clean. Each sets up what it needs in .venv, in a fresh clone too.
+# make demo | bench | test | test-all | test-exhaustive | test-latest | lint | clean. Each sets up what it needs in .venv, in a fresh clone too.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --progres
 # Containers often set it, and every process would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo bench test test-all test-latest lint clean
+.PHONY: demo bench test test-all test-exhaustive test-latest lint clean
 
 demo: $(READY)
 	$(BIN)/specdec demo
@@ -26,7 +26,11 @@ test: $(READY)
 
 # What `make test` left out, after it: nothing runs twice.
 test-all: test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "matrix and not exhaustive"
+
+# What both left out, half an hour: before a release.
+test-exhaustive: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 
 # Tests of what depends on transformers, with the newest version that pyproject.toml allows.
 LATEST := 5.23.0

@@ -22,7 +22,7 @@ if {"PYTEST_XDIST_WORKER", "SPECDEC_TEST_GPUS"} <= set(os.environ):  # so many G
 
 import torch
 
-from tests.tiers import is_matrix
+from tests import tiers
 
 gc.disable()  # until all is imported: collections meanwhile take a twelfth of the time and find nothing
 
@@ -79,9 +79,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.enable()
-    for item in items:
-        if is_matrix(item):
-            item.add_marker("matrix")
+    tiers.mark(items)
     costly = [{item.path for item in items if _uses(item, name)} for name in COSTLY]
     items.sort(key=lambda item: [item.path not in paths for paths in costly])
     if torch.cuda.is_available():

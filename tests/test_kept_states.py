@@ -79,7 +79,6 @@ def test_samples_of_one_prompt_are_prefilled_once_and_changed_weights_are_notice
     engine.detach(), twin.detach()
 
 
-@pytest.mark.matrix
 def test_prompts_that_come_together_share_what_they_have_in_common():
     """The second waits for the first, whose prefill stops where they part."""
     model = recurrent_model("qwen3_next").to(DEVICE)
@@ -104,13 +103,11 @@ def test_the_least_recently_used_goes_first_and_those_of_freed_pages_go():
     assert not states.places and states.take(4) is not None
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "algo", "shape"), [("qwen3_5", "eagle", CHAIN), ("mamba2", None, {})], ids=str)
 def test_preempted_requests_and_few_pages(name, algo, shape):
     assert preempted(recurrent_model(name), algo, shape, times=3, lag=1, prefix_cache=True) > 10
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["whole", "breakable"])
 def test_it_replays_from_graphs(mode):
     model = recurrent_model("qwen3_next").to(DEVICE)

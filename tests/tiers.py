@@ -1,20 +1,31 @@
-"""Which cases `make test` leaves to `make test-all`: the rest of a matrix, and what takes long for what it adds.
+"""How much of each test function `make test` and `make test-all` play: so many cases as its budget of seconds allows.
 
-Of a function named here, `make test` plays the cases whose parameters match the pattern; the others get the marker
-`matrix`. None of them, for "-": then another test shows the behaviour on a smaller scale. Kernels keep one interpreted
-case a variant, since a GPU plays the whole matrix in minutes.
+`seconds.json` has the mean seconds of a case, set-up included, of the functions that exceed the smaller one, measured
+with two processes on two cores. `python -m tests.tiers LOG...` writes it from what `pytest --durations=0` has printed.
+A function that it does not name is played whole. Cases whose parameters match `FIRST` come first, the others in the
+order of a hash.
 """
 
+import json
 import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from zlib import crc32
 
 import pytest
 
-IN_TEST = {
+SECONDS = Path(__file__).with_name("seconds.json")
+TEST_S, ALL_S = 1.0, 2.5  # of a function
+NAMED_S = 4.0  # `make test` plays one case that takes no longer, if FIRST names its function
+LONG_S = 20.0  # `make test-all` plays one case that takes no longer, or whose function FIRST names
+
+FIRST = {
     "test_adapters.py::test_adapters_of_peft_are_followed_or_refused_by_name": "live",
     "test_adapters.py::test_adapters_in_one_batch_write_what_each_writes_alone": "tree-whole",
     "test_adapters.py::test_adapters_that_requests_choose_are_trained_while_they_serve": "parts",
     "test_ahead.py::test_every_body_can_do_without_its_launches": "lookup|eagle3|12",
-    "test_algorithms.py::test_compiled_layers_feed_every_draft_alike": "-",
     "test_algorithms.py::test_drafts_are_what_the_draft_says_from_scratch": "tree|(eagle3|standalone)-chain",
     "test_algorithms.py::test_greedy_text_is_that_of_generate": "tree-graphs|(eagle3|standalone)-chain-eager",
     "test_algorithms.py::test_no_random_number_is_used_twice": "tree|eagle3",
@@ -22,22 +33,10 @@ IN_TEST = {
     "test_algorithms.py::test_sampled_text_depends_on_neither_batch_nor_graphs": "eagle3-tree",
     "test_algorithms.py::test_texts_sample_the_targets_own_law": "^eagle3-.*-chain|^(standalone|block)-drawn-tree",
     "test_algorithms.py::test_trees_of_more_nodes_than_a_word_has_bits": "eagle3",
-    "test_assistant.py::test_a_saved_assistant_is_the_same_assistant": "-",
-    "test_assistant.py::test_cached_prefixes_change_no_draft": "-",
-    "test_assistant.py::test_compiled_steps_draft_the_same": "-",
     "test_assistant.py::test_drafts_are_those_of_transformers": "^gemma4-centroids",
-    "test_assistant.py::test_few_tokens_are_proposed_if_rows_of_the_head_stand_for_it": "-",
     "test_assistant.py::test_greedy_text_is_that_of_generate": "tree-plain-graphs",
-    "test_assistant.py::test_replays_draft_what_eager_rounds_do": "-",
-    "test_assistant.py::test_rounds_are_those_of_assisted_generation": "-",
-    "test_assistant.py::test_rounds_of_any_shape": "-",
-    "test_assistant.py::test_texts_sample_the_targets_own_law": "-",
-    "test_assistant.py::test_the_doctor_measures_it": "-",
-    "test_assistant.py::test_the_triton_backend_drafts_the_same": "-",
-    "test_assistant.py::test_trees_hold_the_best_children": "-",
     "test_attach.py::test_an_engine_that_is_dropped_leaves_the_model_free": "settings0",
     "test_attach.py::test_copies_of_an_attached_model_are_free": "False",
-    "test_attach.py::test_detach_that_runs_out_of_memory_can_be_called_again": "-",
     "test_attach.py::test_engine_equals_generate": "llama$|gpt_oss",
     "test_attention_bits.py::test_bits_are_those_of_plain_decoding": "^(full-7-12-64|narrow.*2-1-64|sinks-7-12-7)$",
     "test_attention_bits.py::test_splitting_changes_no_bits": "heads0",
@@ -48,7 +47,6 @@ IN_TEST = {
     "test_auto.py::test_the_policy_hears_what_is_accepted": "True",
     "test_backends.py::test_causal_tails": "torch|^0-4-.*split|^2-1-gqa-triton$",
     "test_backends.py::test_dtypes_and_pages": "^torch|triton-torch.bfloat16-16|split-torch.float16-1$",
-    "test_backends.py::test_every_kernel_compiles_for_a_gpu": "-",
     "test_backends.py::test_large_trees_use_all_bits_of_their_words": "torch|64-triton, split",
     "test_backends.py::test_packed_prefill_equals_a_ragged_one": "torch|(gqa|sinks|wide)-triton$",
     "test_backends.py::test_ragged_prefill": "torch|(gqa|softcap|v_dim)-triton, split",
@@ -57,38 +55,25 @@ IN_TEST = {
     "test_backends.py::test_trees_see_their_ancestors": "torch|(gqa|v_dim|latents)-triton, split",
     "test_backends.py::test_windows_of_any_size_on_every_path": "torch|^1-triton, split",
     "test_backends.py::test_windows_over_a_tree_of_two_words": "torch|split",
-    "test_bench.py::test_one_command_makes_the_table": "-",
-    "test_bench.py::test_the_policy_beside_plain_decoding_and_every_fixed_shape": "-",
-    "test_bits.py::test_recurrent_layers_are_equal_but_for_prefills_in_chunks": "-",
     "test_block.py::test_a_saved_head_is_the_same_head": "gated|narrow",
-    "test_block.py::test_compiled_heads_draft_the_same": "-",
     "test_block.py::test_text_is_that_of_generate": "whole",
-    "test_block.py::test_the_triton_backend_drafts_the_same": "-",
     "test_breakable.py::test_a_trace_serves_every_size_and_compiles_equal_pieces_once": "eager",
-    "test_breakable.py::test_inductor_advises_no_rounding": "-",
     "test_breakable.py::test_pieces_pass_no_shapes": "eager",
     "test_compare.py::test_committed_results_equal_themselves": "_135m_",
     "test_config_mutations.py::test_a_mutated_config_loads_or_is_refused": "eagle3|^speculators$|^nextn$",
-    "test_custom_generate.py::test_a_real_model_and_a_shipped_head": "-",
-    "test_doctor.py::test_a_copy_of_the_target_is_as_good_as_a_draft_can_be": "-",
     "test_doctor.py::test_doctor_and_report_say_what_verification_costs": "qwen3_moe",
     "test_doctor.py::test_the_defect_is_named": "eagle3-(swapped|aux_reversed)|nextn-random",
     "test_doctor.py::test_untrained_heads_are_told_from_misread_ones": "eagle3",
     "test_doors.py::test_greedy_calls_equal_transformers": (
         "(several EOS|min_length|bad_words_ids|no mask|max_length|repetition_penalty)-install|return_dict"
     ),
-    "test_doors.py::test_pipelines_streamers_and_stop_strings_of_a_real_model": "-",
     "test_draft_edges.py::test_heads_that_score_in_fp32_serve_drafts_in_bf16": "eagle3-shape0|standalone-shape1-None",
     "test_engine.py::test_a_tree_smaller_than_its_depth": "^2",
     "test_engine.py::test_accepted_drafts_change_nothing": "llama-.*-1$|gpt_oss-shape2-16",
     "test_engine.py::test_poisoned_pools_change_nothing": "llama-shape0",
     "test_equality.py::test_what_rounding_does_is_no_reason": "gemma2-dtype0|gpt_oss-dtype1|qwen3_moe-dtype2",
-    "test_evaluation.py::test_lm_eval_and_ray_are_imported_by_nobody_else": "-",
-    "test_evaluation.py::test_lm_eval_answers_equal_those_of_its_own_model": "-",
     "test_evaluation.py::test_scores_equal_a_forward_of_transformers": "one prefill|graphs",
-    "test_evaluation.py::test_specdec_eval_is_lm_eval_with_the_model": "-",
     "test_evaluation.py::test_what_prompts_have_in_common_is_read_once": "one prefill|pages|beside",
-    "test_faults.py::test_random_faults_lose_nothing": "-",
     "test_few_rows.py::test_the_faster_way_is_taken": "64-",
     "test_generation.py::test_a_length_that_nobody_asked_for_is_cut_to_what_fits": "settings1",
     "test_generation.py::test_what_is_not_honoured_is_refused_by_name": "call|num_beams",
@@ -99,20 +84,11 @@ IN_TEST = {
     "test_images.py::test_padded_batches_and_inputs_by_name": "qwen3_vl",
     "test_images.py::test_texts_are_those_of_generate": "qwen2_5_vl-eagle3|gemma3-chunks",
     "test_images.py::test_the_prefix_cache_tells_images_apart": "gemma3",
-    "test_kept.py::test_a_second_process_compiles_nothing_but_what_fails_although_kept": "-",
-    "test_kept.py::test_eager_pieces_leave_no_folder": "-",
-    "test_kept.py::test_other_versions_have_folders_of_their_own": "-",
-    "test_kept.py::test_the_command_shows_and_clears": "-",
-    "test_kept.py::test_what_is_damaged_is_compiled_again": "-",
-    "test_kept.py::test_what_is_kept_serves_every_size_and_is_found_by_its_graph": "-",
     "test_kept_states.py::test_text_is_that_of_generate": "mamba2",
     "test_kernel_check.py::test_recurrent_kernels_pass": "delta by key|conv",
-    "test_latents.py::test_a_layer_that_does_more_than_multiply_expands_by_itself": "-",
-    "test_latents.py::test_latents_are_expanded_where_requests_choose_adapters": "-",
     "test_latents.py::test_products_equal_their_twins_and_rows_alone_equal_rows_together": "sizes0-torch.bfloat16",
     "test_latents.py::test_shared_prefixes_share_pages_of_latents": "torch",
     "test_latents.py::test_text_is_that_of_generate": "glm4_moe_lite-chain",
-    "test_latents.py::test_what_is_added_to_such_a_layer_is_not_passed_over": "-",
     "test_layouts.py::test_nextn_of_deepseek_and_glm": "one by one-glm|fused-deepseek",
     "test_layouts.py::test_speculators": "plain|all of",
     "test_live_changes.py::test_a_changed_model_gives_its_own_text_or_a_named_error": "^cpu .* True-",
@@ -125,48 +101,30 @@ IN_TEST = {
     "test_narrow.py::test_drafts_are_of_these_tokens_and_the_text_is_the_targets": "^eagle3|standalone-tree",
     "test_page.py::test_committed_results_render": "_135m_",
     "test_pages.py::test_a_preempted_request_goes_on_with_the_same_text": "eagle3|modules-.*topk",
-    "test_pages.py::test_it_does_so_with_states_of_recurrent_layers_and_graphs": "-",
     "test_packed.py::test_fp8_products_equal_their_twin": "silu",
     "test_packed.py::test_packed_products_equal_their_twin": "^1-|silu",
     "test_packed.py::test_products_with_experts_in_fp8_equal_their_twin": "silu",
     "test_packed.py::test_products_with_experts_in_mxfp4_equal_their_twin": "^3-|^60",
     "test_peer.py::test_random_heads_draft_the_same": "llama-64",
-    "test_peer.py::test_the_shipped_head_drafts_the_same": "-",
-    "test_placement.py::test_weights_that_a_gguf_file_held_packed_are_plain": "-",
     "test_policy.py::test_it_is_never_slower_than_plain_or_the_best_fixed_shape": "^8-1.0",
-    "test_prefill_graphs.py::test_a_model_is_as_it_was_after_compiled_engines": "-",
     "test_prefill_graphs.py::test_a_target_verify_batch_never_replays_a_prefill": "breakable",
-    "test_prefill_graphs.py::test_a_trace_that_is_wrong_for_one_token_is_refused": "-",
-    "test_prefill_graphs.py::test_attaching_draws_no_random_numbers": "-",
     "test_prefill_graphs.py::test_attention_that_fails_in_a_replay_fails_its_request_only": "breakable",
     "test_prefill_graphs.py::test_chunks_replay_over_a_cached_prefix": "breakable",
     "test_prefill_graphs.py::test_compiled_layers_serve_one_token": "llama",
-    "test_prefill_graphs.py::test_compiled_layers_serve_rounds": "-",
     "test_prefill_graphs.py::test_compiled_layers_that_differ_are_refused": "q_proj",
-    "test_prefill_graphs.py::test_compiled_layers_that_raise_leave_no_trace": "-",
     "test_prefill_graphs.py::test_every_architecture_replays_and_keeps_its_text": "gpt_oss-b",
-    "test_prefill_graphs.py::test_layers_that_depend_on_the_number_of_tokens_are_refused": "-",
-    "test_prefill_graphs.py::test_layers_that_do_not_trace_are_named_and_run_as_they_are": "-",
     "test_prefill_graphs.py::test_poison_in_padding_and_dummy_slot_reaches_nobody": "breakable",
     "test_prefill_graphs.py::test_prefills_of_every_module_replay_and_equal_eager": "breakable",
     "test_prefill_graphs.py::test_replay_equals_eager_at_every_edge_and_batch_size": "plain-piecewise|chain-breakable",
     "test_prefill_graphs.py::test_texts_do_not_depend_on_the_mode": "tree",
-    "test_prefill_graphs.py::test_weights_that_are_replaced_under_compiled_layers_are_noticed": "-",
-    "test_prefill_graphs.py::test_what_compiling_imports_is_there_before_it_starts": "-",
     "test_prefix_cache.py::test_it_replays_from_graphs": "whole|breakable",
     "test_prefix_cache.py::test_text_and_kv_are_those_of_an_engine_that_keeps_nothing": "eagle3-1|None-4",
     "test_processors.py::test_greedy_text_equals_generate": "graphs-chain",
-    "test_processors.py::test_smollm2_equals_generate_with_its_shipped_draft": "-",
     "test_processors.py::test_the_kernels_equal_the_twin": "^[0-3]$",
     "test_quantised.py::test_a_fault_between_tokens_is_still_found": "torchao",
-    "test_quantised.py::test_experts_are_of_our_ops": "-",
     "test_quantised.py::test_layers_are_of_our_ops": "fp8",
     "test_quantised.py::test_text_of_experts_is_that_of_generate": "fp8-plain",
     "test_quantised.py::test_text_is_that_of_generate": "nf4-chain",
-    "test_ray.py::test_a_replica_that_dies_loses_no_row_and_repeats_none": "-",
-    "test_ray.py::test_an_application_of_ray_serve": "-",
-    "test_ray.py::test_ids_and_chats_are_prompts_too": "-",
-    "test_readme.py::test_the_engine_page_says_what_happens": "-",
     "test_recurrent.py::test_a_draft_that_is_the_same_model_is_always_right": "qwen3_next|tree",
     "test_recurrent.py::test_every_graph_replays": "qwen3_next-whole",
     "test_recurrent.py::test_every_type_and_algorithm_in_graphs": "qwen3_next-eagle|mamba2-lookup",
@@ -183,18 +141,13 @@ IN_TEST = {
     "test_recurrent_kernels.py::test_verified_and_folded_tokens_have_the_bits_of_plain_steps": "bfloat16",
     "test_rewriting.py::test_drafts_are_of_our_ops": "eagle3",
     "test_rewriting.py::test_layers_are_of_our_ops": "llama|gemma3",
-    "test_rollouts.py::test_texts_follow_the_weights": "-",
     "test_ropes.py::test_text_within_the_limit_is_the_models_own": "dynamic|anew",
     "test_rotation.py::test_the_half_split_rotation_is_handed_over_and_no_other": "True-dtype0|other_halves",
-    "test_round_graphs.py::test_batches_that_shrink_and_grow": "-",
     "test_round_graphs.py::test_replay_equals_eager_for_every_runner_and_batch": ("^eagle3-(plain|tree|chain-sampled)"),
     "test_round_graphs.py::test_synthetic_acceptance_keeps_its_rates": "eager-chain",
     "test_round_graphs.py::test_text_does_not_depend_on_graphs": "llama-tree",
     "test_seams.py::test_engine_equals_generate": "gptj|bart|roberta|diffllama|hrm_text",
     "test_seams.py::test_graphs_and_traces_replay_the_same_text": "gptj|breakable",
-    "test_serve.py::test_the_command_ends_well_on_sigterm": "-",
-    "test_smollm2.py::test_acceptance_row": "-",
-    "test_smollm2.py::test_demo_reports_equal_outputs": "-",
     "test_smollm2.py::test_greedy_speculation_equals_generate": "eagle3-K4",
     "test_sparse.py::test_text_is_that_of_generate": "deepseek_v32-tree",
     "test_taps.py::test_features_are_outputs_of_the_named_layers": "gptj|llama-False",
@@ -203,40 +156,65 @@ IN_TEST = {
     ),
     "test_threads.py::test_eight_threads_and_the_live_model": "settings0",
     "test_threads.py::test_whatever_ends_a_call_of_the_live_model_frees_the_turn": "^model-Key|layers.2-System",
-    "test_train.py::test_compiled_math_equals_eager": "-",
     "test_train.py::test_overfits_one_batch": "eagle3-changes1",
     "test_train_cli.py::test_a_head_is_fitted_exported_and_drafts": "eagle3",
     "test_train_rounds.py::test_prediction_equals_the_engine": "eagle3",
     "test_train_standalone.py::test_overfits_one_batch": "None",
     "test_triton_edges.py::test_a_path_may_have_64_nodes": "^(0|63)$",
     "test_triton_edges.py::test_one_bad_number_on_the_longest_path_ends_its_request_alone": "0-nan-tree|inf-greedy",
-    "test_triton_engine.py::test_a_nan_row_ends_its_request_alone": "-",
-    "test_triton_engine.py::test_accepted_paths_are_committed": "-",
-    "test_triton_engine.py::test_greedy_and_sampled_text_is_that_of_the_torch_backend": "-",
-    "test_triton_engine.py::test_poisoned_pools_change_nothing_and_debug_mode_finds_nothing": "-",
     "test_triton_law.py::test_split_rows_equal_the_twin": "apart",
     "test_triton_round.py::test_a_row_that_is_not_finite_ends_alone": "tree-nan|greedy-inf",
     "test_triton_round.py::test_greedy_walks_equal_the_twin": "dtype0-[123]-[1-8]-|dtype1-3-4",
     "test_triton_round.py::test_laws_equal_the_twin": "dtype0",
     "test_triton_round.py::test_top_tokens_equal_the_twin": "dtype0",
     "test_triton_round.py::test_trees_equal_the_twin": "^True",
-    "test_triton_variants.py::test_live_traffic_needs_no_variant_that_attaching_did_not": "-",
     "test_verify.py::test_the_same_test_finds_mistakes": "tree 3x3-bonus",
     "test_verify.py::test_what_is_emitted_has_the_law_of_the_target": "tree 3x3-all",
     "test_whole_prefill.py::test_a_whole_prefill_leaves_what_one_in_parts_leaves": "None",
-    "test_whole_prefill.py::test_a_whole_prefill_on_triton": "-",
-    "test_whole_prefill.py::test_compiled_layers_run_whole": "-",
     "test_whole_prefill.py::test_every_architecture_keeps_its_text": "gpt_oss",
     "test_whole_prefill.py::test_first_tokens_of_any_law": "top_k|repetition",
 }
-# Left to `make test-all` as a whole: test_tensor_parallel.py shows that ranks agree.
-MODULES = ("test_recurrent_ranks.py", "test_sharded.py")
 
 
-def is_matrix(item: pytest.Item) -> bool:
-    """Return whether `make test` leaves `item` out."""
-    function, _, parameters = item.nodeid.removeprefix("tests/").partition("[")
-    if item.path.name in MODULES:
-        return True
-    pattern = IN_TEST.get(function)
-    return pattern is not None and (pattern == "-" or re.search(pattern, parameters.removesuffix("]")) is None)
+def mark(items: Sequence[pytest.Item]) -> None:
+    """Give the marker `matrix` to what `make test` leaves out, and `exhaustive`, too, to what `make test-all` does."""
+    measured = json.loads(SECONDS.read_text())
+    functions: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        functions[_function(item.nodeid), "gpu" in item.keywords].append(item)
+    for (name, _), cases in functions.items():
+        mean = measured.get(name, 0.0)
+        in_test, in_all = (int(budget // mean) if mean else len(cases) for budget in (TEST_S, ALL_S))
+        if name in FIRST and mean <= NAMED_S:
+            in_test = max(1, in_test)
+        if name in FIRST or mean <= LONG_S:
+            in_all = max(1, in_all)
+        for i, item in enumerate(sorted(cases, key=_order)):
+            if i >= in_test:
+                item.add_marker("matrix")
+            if i >= in_all:
+                item.add_marker("exhaustive")
+
+
+def _function(nodeid: str) -> str:
+    return nodeid.removeprefix("tests/").partition("[")[0]
+
+
+def _order(item: pytest.Item) -> tuple[bool, int]:
+    parameters = item.nodeid.partition("[")[2].removesuffix("]")
+    first = FIRST.get(_function(item.nodeid))
+    return first is None or re.search(first, parameters) is None, crc32(parameters.encode())
+
+
+def means(lines: Iterable[str]) -> dict[str, float]:
+    """Return the mean seconds of a case by function, of those that exceed the budget of `make test`."""
+    spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for seconds, test in re.findall(r"^([0-9.]+)s (?:setup|call|teardown) +(\S+)", "".join(lines), re.MULTILINE):
+        spent[_function(test)][test] += float(seconds)
+    long = {name: cases for name, cases in sorted(spent.items()) if sum(cases.values()) > TEST_S}
+    return {name: round(sum(cases.values()) / len(cases), 3) for name, cases in long.items()}
+
+
+if __name__ == "__main__":
+    logs = [Path(name).read_text() for name in sys.argv[1:]]
+    SECONDS.write_text(json.dumps(means(logs), indent=0) + "\n")
