@@ -43,7 +43,7 @@ def test_functions_play_what_fits_into_their_budgets(monkeypatch, tmp_path) -> N
     for item in (i for i in items if not i.keywords):
         played[item.nodeid.split(":")[2].split("[")[0]][len(item.markers)] += 1
     assert played == {
-        "test_a": [2, 3, 15],
+        "test_a": [2, 2, 16],
         "test_b": [0, 1, 19],
         "test_c": [1, 0, 19],
         "test_d": [0, 1, 19],

@@ -17,9 +17,11 @@ from zlib import crc32
 import pytest
 
 SECONDS = Path(__file__).with_name("seconds.json")
-TEST_S, ALL_S = 1.0, 2.5  # of a function
-NAMED_S = 4.0  # `make test` plays one case that takes no longer, if FIRST names its function
+TEST_S, ALL_S = 1.0, 2.0  # of a function
+NAMED_S = 2.5  # `make test` plays one case that takes no longer, if FIRST names its function
 LONG_S = 20.0  # `make test-all` plays one case that takes no longer, or whose function FIRST names
+# Cases share what takes long: `make test-all` plays all of them, `make test` none.
+RANKS = ("test_recurrent_ranks.py", "test_sharded.py", "test_tensor_parallel.py")
 
 FIRST = {
     "test_adapters.py::test_adapters_of_peft_are_followed_or_refused_by_name": "live",
@@ -151,9 +153,6 @@ FIRST = {
     "test_smollm2.py::test_greedy_speculation_equals_generate": "eagle3-K4",
     "test_sparse.py::test_text_is_that_of_generate": "deepseek_v32-tree",
     "test_taps.py::test_features_are_outputs_of_the_named_layers": "gptj|llama-False",
-    "test_tensor_parallel.py::test_ranks_write_what_one_process_writes": (
-        "eagle-tree-sampled|eagle3-chain-greedy|standalone-tree-greedy|none"
-    ),
     "test_threads.py::test_eight_threads_and_the_live_model": "settings0",
     "test_threads.py::test_whatever_ends_a_call_of_the_live_model_frees_the_turn": "^model-Key|layers.2-System",
     "test_train.py::test_overfits_one_batch": "eagle3-changes1",
@@ -183,6 +182,10 @@ def mark(items: Sequence[pytest.Item]) -> None:
     for item in items:
         functions[_function(item.nodeid), "gpu" in item.keywords].append(item)
     for (name, _), cases in functions.items():
+        if name.startswith(RANKS):
+            for item in cases:
+                item.add_marker("matrix")
+            continue
         mean = measured.get(name, 0.0)
         in_test, in_all = (int(budget // mean) if mean else len(cases) for budget in (TEST_S, ALL_S))
         if name in FIRST and mean <= NAMED_S:
