@@ -183,11 +183,12 @@ def test_a_streams_time_begins_when_it_is_first_read():
     engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER)
     stream = engine.stream([3, 4, 5], max_new_tokens=2, ignore_eos=True)
     time.sleep(0.3)
+    begin = time.perf_counter()
     while True:
         try:
             next(stream)
         except StopIteration as end:
-            assert end.value.first_token_s <= end.value.time_s < 0.25
+            assert end.value.first_token_s <= end.value.time_s <= time.perf_counter() - begin
             break
 
 
