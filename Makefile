@@ -29,7 +29,7 @@ test: $(TESTED)
 test-all: test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "matrix and not exhaustive"
 
-# What both left out, half an hour: before a release.
+# What both left out, half an hour.
 test-exhaustive: $(TESTED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 

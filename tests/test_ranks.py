@@ -178,7 +178,7 @@ def test_a_rank_without_signs_of_life_is_named(make, monkeypatch):
     start = time.monotonic()
     with pytest.raises(RankError, match=r"a round: rank 1 gives no sign of life for 0.5 s: it is gone"):
         ours.wait(lambda: False, "a round")
-    assert time.monotonic() - start < 5, "before its timeout"
+    assert time.monotonic() - start < 2
 
 
 def test_a_rank_that_has_not_begun_or_has_detached_is_not_gone(make, monkeypatch):

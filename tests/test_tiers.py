@@ -1,4 +1,4 @@
-"""What `make test` and `make test-all` play names tests that exist, and keeps to its budgets."""
+"""The tables of tiers name tests that exist, and functions play what fits into their budgets."""
 
 import ast
 import json

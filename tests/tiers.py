@@ -1,4 +1,4 @@
-"""How much of each test function `make test` and `make test-all` play: so many cases as its budget of seconds allows.
+"""How much of each test function `make test` and `make test-all` play: as many cases as its budget of seconds allows.
 
 `seconds.json` has the mean seconds of a case, set-up included, of the functions that exceed the smaller one, measured
 with two processes on two cores. `python -m tests.tiers LOG...` writes it from what `pytest --durations=0` has printed.
@@ -58,7 +58,6 @@ FIRST = {
     "test_backends.py::test_trees_see_their_ancestors": "torch|(gqa|v_dim|latents)-triton, split",
     "test_backends.py::test_windows_of_any_size_on_every_path": "torch|^1-triton, split",
     "test_backends.py::test_windows_over_a_tree_of_two_words": "torch|split",
-    "test_block.py::test_a_saved_head_is_the_same_head": "gated|narrow",
     "test_block.py::test_text_is_that_of_generate": "whole",
     "test_breakable.py::test_a_trace_serves_every_size_and_compiles_equal_pieces_once": "eager",
     "test_breakable.py::test_pieces_pass_no_shapes": "eager",
@@ -74,7 +73,6 @@ FIRST = {
     "test_engine.py::test_a_tree_smaller_than_its_depth": "^2",
     "test_engine.py::test_accepted_drafts_change_nothing": "llama-.*-1$|gpt_oss-shape2-16",
     "test_engine.py::test_poisoned_pools_change_nothing": "llama-shape0",
-    "test_equality.py::test_what_rounding_does_is_no_reason": "gemma2-dtype0|gpt_oss-dtype1|qwen3_moe-dtype2",
     "test_evaluation.py::test_scores_equal_a_forward_of_transformers": "one prefill|graphs",
     "test_evaluation.py::test_what_prompts_have_in_common_is_read_once": "one prefill|pages|beside",
     "test_few_rows.py::test_the_faster_way_is_taken": "64-",
@@ -92,8 +90,6 @@ FIRST = {
     "test_latents.py::test_products_equal_their_twins_and_rows_alone_equal_rows_together": "sizes0-torch.bfloat16",
     "test_latents.py::test_shared_prefixes_share_pages_of_latents": "torch",
     "test_latents.py::test_text_is_that_of_generate": "glm4_moe_lite-chain",
-    "test_layouts.py::test_nextn_of_deepseek_and_glm": "one by one-glm|fused-deepseek",
-    "test_layouts.py::test_speculators": "plain|all of",
     "test_live_changes.py::test_a_changed_model_gives_its_own_text_or_a_named_error": "^cpu .* True-",
     "test_logprobs.py::test_they_are_those_of_a_plain_forward": "tree-g",
     "test_lookup.py::test_greedy_text_is_that_of_generate": "eager|graphs",
@@ -106,7 +102,6 @@ FIRST = {
     "test_pages.py::test_a_preempted_request_goes_on_with_the_same_text": "eagle3|modules-.*topk",
     "test_packed.py::test_fp8_products_equal_their_twin": "silu",
     "test_packed.py::test_packed_products_equal_their_twin": "^1-|silu",
-    "test_packed.py::test_products_with_experts_in_fp8_equal_their_twin": "silu",
     "test_packed.py::test_products_with_experts_in_mxfp4_equal_their_twin": "^3-|^60",
     "test_peer.py::test_random_heads_draft_the_same": "llama-64",
     "test_policy.py::test_it_is_never_slower_than_plain_or_the_best_fixed_shape": "^8-1.0",

@@ -64,8 +64,8 @@ def write(head: BlockHead, saving: Saving) -> tuple[dict[str, Any], Tensors]:
 
 
 def _fresh(model: PreTrainedModel, shape: Any, seed: int, hot_ids: HotIds) -> BlockHead:
-    sizes = shape.intermediate_size, shape.num_layers or 2
-    config = fresh.block_config(model, shape.draft_vocab_size, shape.aux_layers, *sizes)
+    sizes = shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size, shape.num_layers
+    config = fresh.block_config(model, *sizes)
     return fresh.new_block(model, config, hot_ids(config.draft_vocab_size), seed)
 
 

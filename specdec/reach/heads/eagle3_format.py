@@ -123,8 +123,8 @@ def write(head: Eagle3Head, saving: Saving) -> tuple[dict[str, Any], Tensors]:
 
 
 def _fresh(model: PreTrainedModel, shape: Any, seed: int, hot_ids: HotIds) -> Eagle3Head:
-    sizes = shape.intermediate_size, shape.num_layers or 1
-    config = fresh.eagle3_config(model, shape.draft_vocab_size, shape.aux_layers, *sizes)
+    sizes = shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size, shape.num_layers
+    config = fresh.eagle3_config(model, *sizes)
     return fresh.new_eagle3(model, config, hot_ids(config.draft_vocab_size), seed)
 
 

@@ -45,9 +45,9 @@ def eagle3_config(
     draft_vocab_size: int | None,
     aux_layers: Sequence[int] | None = None,
     intermediate_size: int | None = None,
-    num_layers: int = 1,
+    num_layers: int | None = None,
 ) -> Eagle3Config:
-    """Return the shape of an EAGLE-3 head for `model`. intermediate_size: of its MLPs, default twice the target's."""
+    """Return the shape of an EAGLE-3 head for `model`. Default: one layer, MLPs of twice the target's width."""
     shape = TargetShape.of(model)
     layers = tuple(aux_layers) if aux_layers else default_aux_layers(shape.num_layers)
     if len(layers) != 3:
@@ -58,7 +58,7 @@ def eagle3_config(
         vocab_size=shape.vocab_size,
         draft_vocab_size=min(draft_vocab_size or DRAFT_VOCAB, shape.vocab_size),
         aux_layers=layers,
-        num_layers=num_layers,
+        num_layers=num_layers or 1,
     )
 
 
@@ -100,11 +100,12 @@ def block_config(
     draft_vocab_size: int | None,
     aux_layers: Sequence[int] | None = None,
     intermediate_size: int | None = None,
-    num_layers: int = 2,
+    num_layers: int | None = None,
 ) -> BlockConfig:
     """Return the shape of a block head for `model`: causal blocks of 8, a Markov term of rank 128.
 
     aux_layers: five spread over the target by default. intermediate_size: of its MLPs, by default the target's.
+    num_layers: two by default.
     """
     shape, size = TargetShape.of(model), min(draft_vocab_size or DRAFT_VOCAB, TargetShape.of(model).vocab_size)
     spread = [round(1 + i * (shape.num_layers - 4) / 4) for i in range(5)]
@@ -117,7 +118,7 @@ def block_config(
         aux_layers=tuple(aux_layers or sorted(set(spread))),
         block_size=8,
         mask_token_id=0,
-        num_layers=num_layers,
+        num_layers=num_layers or 2,
         causal=True,
         predicts_next=True,
         has_mask_embedding=True,
