@@ -111,6 +111,21 @@ def test_measured_beside_predicted(folders, capsys, monkeypatch):
     assert "predicted" in table and "off" in table and "1.00" in table
 
 
+def test_tokens_per_second_have_intervals(folders, tmp_path, capsys, monkeypatch):
+    speed = ("--draft", folders / "head", "--shape", "2:2:4", "--temperature", "0,1", "--speed", "1,2")
+    code, lines, errors = bench(capsys, monkeypatch, folders, *speed, "--max-new-tokens", 4, "--out", tmp_path)
+    rows = json.loads(lines[-1])["rows"]
+    assert code == 0 and "head 2:2:4 a T=0 batch 1: " in errors
+    cases = [(r["prompts"], r["batch"], r["temperature"], r["calls"]) for r in rows]
+    wanted = [("a", 1, 3), ("a", 2, 1), ("b", 1, 2), ("b", 2, 1)]
+    assert cases == [(file, batch, t, calls) for file, batch, calls in wanted for t in (0, 1)]
+    for row in rows:
+        assert row["tok_s"] > 0 and row["with_prefill_tok_s"] > 0 and row["tau"] >= 1
+        assert (row["tok_s_ci95"] is None) == (row["calls"] == 1), "a single call has no interval"
+    code, _, errors = bench(capsys, monkeypatch, folders, "--draft", folders / "head", "--speed", 4)
+    assert code == 2 and "--speed 4: a has 3 prompts; expected at least 4" in errors
+
+
 def test_greedy_drafts_are_a_setting(folders):
     model = tiny_model("llama")
     prompts = {"own": [[5, 6, 7], [8, 9]]}
@@ -266,6 +281,7 @@ def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
         (("peers", "--shape", "tiny", "--target", "bundled"), "--target 'bundled' with --shape tiny"),
         (("peers", "--limit", "-1"), "--limit -1: expected at least 1"),
         (("policy", "--taus", "0.5"), "--taus '0.5': expected a tau from 1 to below 6"),
+        (("acceptance", "--prompts", "a", "--speed", "1", "--predicted"), "--speed with --predicted or --by-category"),
         (("policy", "--draft", "none"), "--draft none: there is no draft to choose about"),
     ],
 )

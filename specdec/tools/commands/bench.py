@@ -25,9 +25,11 @@ from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.page.page import write_page
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.measure.rows import read_record
+from specdec.tools.measure.speed import speeds
 from specdec.tools.options import REQUIRED, Options, argument, command_of, flag, option
 
 SHIPPED = "shipped"
+NOT_OF_SPEED = ("max_batch", "predicted", "by_category")
 
 
 class Acceptance(OnTarget, Recorded):
@@ -58,6 +60,9 @@ class Acceptance(OnTarget, Recorded):
     limit: int | None = option("Prompts of each file.")
     max_new_tokens: int = option("Tokens to emit at most.", 256)
     max_batch: int = option("Requests decoded together.", 8)
+    speed: list[str] | None = option(
+        "Instead tokens/s of so many requests at once, such as 1,8, past EOS and in compiled layers, with intervals."
+    )
     target_name: str | None = option("Name of the target in the result file; else its own.")
 
     def run(self) -> None:
@@ -66,6 +71,9 @@ class Acceptance(OnTarget, Recorded):
             if not one.steps or one.vocab is not None:
                 raise ValueError(f"--shape '{one}': expected S:K:D; --draft none drafts nothing, --draft-vocab narrows")
         laws = [_temperature(text) for text in listed(self.temperature, "0")]
+        batches = numbers("speed", self.speed, 1)
+        if batches and (self.predicted or self.by_category):
+            raise ValueError("--speed with --predicted or --by-category: these are of acceptance; drop one")
         vocabs = [size or None for size in numbers("draft-vocab", self.draft_vocab) or (0,)]
         if self.frequent_in is not None and not any(vocabs):
             raise ValueError(
@@ -81,15 +89,16 @@ class Acceptance(OnTarget, Recorded):
         chosen: dict[int | None, Any] = {size: size for size in vocabs}
         if self.frequent_in is not None:
             chosen |= {n: frequent_ids(tokenizer, texts_of(self.frequent_in), n) for n in vocabs if n is not None}
-        names = ("sample_drafts", "lookup", "max_new_tokens", "max_batch", "predicted", "by_category")
+        names = ("sample_drafts", "lookup", "max_new_tokens")
         options = {"temperatures": laws, "tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
+        options |= {"batches": batches} if batches else {name: getattr(self, name) for name in NOT_OF_SPEED}
 
         def measured() -> Iterator[Row]:
             for name, (source, algo) in drafts.items():
                 pairs = list(product(shapes, vocabs))
                 for one, vocab in pairs if algo is not None else pairs[:1]:
                     own: dict[str, Any] = {"name": name, "algo": algo, "shape": one, "draft_vocab": chosen[vocab]}
-                    yield from acceptance(model, source, asked, **own, **options)
+                    yield from (speeds if batches else acceptance)(model, source, asked, **own, **options)
 
         config = {"target": self.target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": self.max_batch}
         file = ResultFile(self.out, "acceptance", self.target_name or name_of_target(self.target), config)
@@ -147,6 +156,9 @@ for name, kind in (
 
 
 def _line(row: Row) -> str:
+    if row.get("what") == "speed":
+        speed = f"batch {row['batch']}: {row['tok_s']} ± {row['tok_s_ci95']} tokens/s, tau {row['tau']:.3f}"
+        return f"{row['draft']} {DraftShape.of(row)} {row['prompts']} T={row['temperature']:g} {speed}"
     return f"{row['draft']} {DraftShape.of(row)} {case_of(row)} T={row['temperature']:g}: tau {row['tau']:.3f}"
 
 

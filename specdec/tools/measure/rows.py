@@ -69,6 +69,7 @@ MEASURES = {
     "tau": Measure("tokens/round", "higher", ci="ci95"),
     "held_out_tau": Measure("tokens/round", "higher"),
     "expected_tau": Measure("tokens/round"),
+    "tok_s": Measure("tokens/s", "higher", ci="tok_s_ci95"),
     "host_ms": Measure("ms"),
     "gap_us": Measure("µs"),
     "estimated_mib": Measure("MiB"),
@@ -113,6 +114,7 @@ LABELS = {  # where the key's own words would say too little
     **{"ci95": "±95%", "accept_ci95": "±95% of accepted", "accept_at": "accepted at 1, 2, …", "ms": "time"},
     **{"predicted_at": "predicted at 1, 2, …", "us": "time", "seconds": "time", "minutes": "time", "nll": "NLL"},
     **{"only_here": "right only here", "only_base": "right only in the first mode", "says": "in words"},
+    **{"tok_s_ci95": "±95% of tokens/s"},
     **{"answer_s": "answers took", "eager": "eager runs", "gaps": "logit gaps", "nodes": "graph nodes"},
     **{"cached_tokens": "cached", "num_graphs": "graphs", "graph_mib_of": "graph memory by runner"},
 }
