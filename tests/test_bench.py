@@ -16,7 +16,7 @@ from specdec.tools.measure.acceptance import acceptance
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.latency import cases, timing
 from specdec.tools.measure.peers import Task, Way, timed
-from specdec.tools.measure.policy import rates_of
+from specdec.tools.measure.policy import Grid, rates_of
 from specdec.tools.measure.results import ResultFile, write_results
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
@@ -282,6 +282,9 @@ def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
         (("peers", "--limit", "-1"), "--limit -1: expected at least 1"),
         (("policy", "--taus", "0.5"), "--taus '0.5': expected a tau from 1 to below 6"),
         (("acceptance", "--prompts", "a", "--speed", "1", "--predicted"), "--speed with --predicted or --by-category"),
+        (("policy", "--cells", "8x"), "--cells '8x': expected BATCHxCONTEXT such as 8x16384"),
+        (("policy", "--cells", "8x9", "--batches", "8"), "--cells with --batches: each says what cells there are"),
+        (("policy", "--prompts", "a", "--taus", "2"), "--prompts with --taus: each says what cells there are"),
         (("policy", "--draft", "none"), "--draft none: there is no draft to choose about"),
     ],
 )
@@ -353,7 +356,7 @@ def test_peers_with_random_weights(capsys, monkeypatch):
 
 
 def test_the_policy_beside_plain_decoding_and_every_fixed_shape(tmp_path, capsys, monkeypatch):
-    cells = ("--batches", "2", "--contexts", "8", "--taus", "3.5,1.2/4", "--new-tokens", 16, "--drift", 8)
+    cells = ("--cells", "2x8", "--taus", "3.5,1.2/4", "--new-tokens", 16, "--drift", 8)
     found = last_line(capsys, monkeypatch, "policy", "--shape", "tiny", *cells, "--topk", 2, "--out", tmp_path)
     *rows, last = found["rows"]
     shapes = {"plain", "1:1:2", "3:1:4", "5:1:6", "5:2:19"}
@@ -363,6 +366,22 @@ def test_the_policy_beside_plain_decoding_and_every_fixed_shape(tmp_path, capsys
         assert row["of_best"] == min(row["of_each"].values()) and row["of_plain"] == row["of_each"]["plain"]
     assert last["cells"] == 2 and last["least_of_best"] == min(r["of_best"] for r in rows)
     assert len(list(tmp_path.glob("policy_tiny_*.json"))) == 1
+
+
+def test_the_policy_on_given_prompts(folders, capsys, monkeypatch):
+    real = ("--target", folders / "target", "--draft", folders / "head", "--prompts", folders / "a.jsonl")
+    row, last = last_line(capsys, monkeypatch, "policy", *real, "--batches", 2, "--new-tokens", 8)["rows"]
+    assert (row["prompts"], row["batch"], row["accepts"]) == ("a", 2, "what the draft gets")
+    assert row["tokens_per_s"] > 0 and set(row["of_each"]) == {"plain", "1:1:2", "3:1:4", "5:1:6"}
+    assert last["cells"] == 1 and "context" not in row
+
+
+def test_a_grid_has_room_for_its_largest_cell():
+    grid = Grid(((2, 300), (8, 20)), ((2.0,), (1.2, 4.5)), 10, drift=5)
+    room = grid.capacity({300: [[5] * 300] * 2, 20: [[5] * 20] * 8})
+    assert room == {"max_batch": 8, "graph_batches": (2, 8), "max_seq_len": 320, "num_slots": 8 * (20 + 20 + 96)}
+    given = Grid(((1, "a"),), ((),), 10).capacity({"a": [[5] * 9, [5] * 7]})
+    assert given == {"max_batch": 1, "graph_batches": (1,), "max_seq_len": 49, "num_slots": 9 + 40 + 96 + 16}
 
 
 def test_imposed_rates_have_the_tau_that_was_asked_for():

@@ -1,7 +1,11 @@
 """`specdec bench policy`: read the options and load what is measured."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from specdec.core.text.prompts import chat_ids, read_questions
 from specdec.reach.targets.pretrained import BUNDLED
 from specdec.tools.commands.bench_speed import Timing
 from specdec.tools.commands.choices import (
@@ -15,14 +19,15 @@ from specdec.tools.commands.choices import (
     numbers,
 )
 from specdec.tools.measure.latency.cases import Timed, random_prompts, random_subject
-from specdec.tools.measure.policy import Grid, measure_policy
+from specdec.tools.measure.policy import Grid, Prompts, measure_policy
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.options import option
 from specdec.tools.train.target import device_of, dtype_of, load
 
 TAUS = ("1.2", "2.2", "4.5", "1.2/4.5")
-SMALL = Grid((1, 4), (64,), (), 24, drift=24)
-LARGE = Grid((1, 8, 32, 128), (256, 2048), (), 128, drift=128)
+SMALL: dict[str, Any] = {"batches": (1, 4), "contexts": (64,), "new_tokens": 24, "drift": 24}
+LARGE: dict[str, Any] = {"batches": (1, 8, 32, 128), "contexts": (256, 2048), "new_tokens": 128, "drift": 128}
+EITHER_OR = (("cells", "batches"), ("cells", "contexts"), *(("prompts", n) for n in ("cells", "contexts", "taus")))
 
 
 class Policy(Timing):
@@ -30,11 +35,14 @@ class Policy(Timing):
 
     A cell is a batch, a context and a tau that the longest chain has: 1.2/4.5 drifts from the first to the second and
     back within each text. Shown are tokens/s, their ratios to plain decoding (of an engine without a draft) and to the
-    best fixed shape, and the share of rounds that each shape had. --shape 8b takes some minutes on an H200.
+    best fixed shape, and the share of rounds that each shape had. --shape 8b takes some minutes on an H200. With
+    --prompts a cell is a batch and a file, and the draft accepts really.
     """
 
     batches: list[str] | None = option("Prompts at once, such as 1,8,32; default on CUDA 1,8,32,128, else 1,4.")
     contexts: list[str] | None = option("Prompt lengths, such as 256,8192; default on CUDA 256,2048, else 64.")
+    cells: list[str] | None = option("BATCHxCONTEXT, such as 256x256,8x16384, instead of every batch at every context.")
+    prompts: list[str] | None = option("JSON lines with turns, question or prompt, of which the first turns are asked.")
     taus: list[str] | None = option(f"Acceptance; default {','.join(TAUS)}.")
     new_tokens: int | None = option("Tokens of a request in a run; default on CUDA 128, else 24; of one alone 4 times.")
     drift: int | None = option("Tokens of a text between changes of tau; default on CUDA 128, else 24.")
@@ -45,31 +53,50 @@ class Policy(Timing):
     def run(self) -> None:
         device = device_of(self.device)
         usual = LARGE if device.startswith("cuda") else SMALL
+        for one, other in EITHER_OR:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"--{one} with --{other}: each says what cells there are; drop one")
+        batches = numbers("batches", self.batches, 1) or usual["batches"]
+        contexts = numbers("contexts", self.contexts, 2) or usual["contexts"]
+        files = {Path(name).stem: Path(name) for name in listed(self.prompts)}
+        all_cells = [(batch, context) for context in files or contexts for batch in batches]
         grid = Grid(
-            numbers("batches", self.batches, 1) or usual.batches,
-            numbers("contexts", self.contexts, 2) or usual.contexts,
-            tuple(_taus(text) for text in (listed(self.taus) or TAUS)),
-            at_least("new-tokens", self.new_tokens or usual.new_tokens, 8),
-            at_least("drift", self.drift or usual.drift, 4),
+            tuple(map(_cell, listed(self.cells))) or tuple(all_cells),
+            ((),) if files else tuple(_taus(text) for text in (listed(self.taus) or TAUS)),
+            at_least("new-tokens", self.new_tokens or usual["new_tokens"], 8),
+            at_least("drift", self.drift or usual["drift"], 4),
             at_least("repeats", self.repeats),
         )
-        subject = self._subject(device)
-        config = self.config(False, subject.model, batches=grid.batches, contexts=grid.contexts, taus=self.taus or TAUS)
-        config |= {"new_tokens": grid.new_tokens, "acceptance": "imposed"}
+        questions = {name: read_questions(file) for name, file in files.items()}
+        subject, tokenizer = self._subject(device)
+        prompts: Prompts = {name: chat_ids(own, tokenizer) for name, own in questions.items()}
+        cells = [f"{batch}x{context}" for batch, context in grid.cells]
+        config = self.config(False, subject.model, cells=cells, taus=grid.taus, new_tokens=grid.new_tokens)
+        config |= {"repeats": grid.repeats, "acceptance": "the draft's own" if files else "imposed"}
         file = ResultFile(self.out, "policy", subject.shape, config)
         tree = {} if self.topk == 1 else {"topk": self.topk, "num_draft_tokens": self.draft_tokens}
-        self.finish({"rows": self.record(file, measure_policy(subject, grid, **tree), _line)}, file.name)
+        rows = measure_policy(subject, grid, prompts or None, **tree)
+        self.finish({"rows": self.record(file, rows, _line)}, file.name)
 
-    def _subject(self, device: str) -> Timed:
+    def _subject(self, device: str) -> tuple[Timed, Any]:
+        """Return what is measured, and a target's tokenizer."""
         if self.shape is not None:
-            check_alone(self.shape, target=self.target, draft=self.draft)
-            return random_subject(self.shape, device, dtype_of(self.dtype, device), None)
+            check_alone(self.shape, target=self.target, draft=self.draft, prompts=self.prompts)
+            return random_subject(self.shape, device, dtype_of(self.dtype, device), None), None
         source, algo = draft_of(named_draft(self.draft, self.target))
         if algo is None:
             raise ValueError("--draft none: there is no draft to choose about; name one")
-        model, _ = load(self.target or BUNDLED, self.dtype, device)
+        model, tokenizer = load(self.target or BUNDLED, self.dtype, device)
         ids = torch.arange(model.get_output_embeddings().weight.shape[0])
-        return Timed(name_of_target(self.target or BUNDLED), model, source, algo, random_prompts(ids))
+        return Timed(name_of_target(self.target or BUNDLED), model, source, algo, random_prompts(ids)), tokenizer
+
+
+def _cell(text: str) -> tuple[int, int]:
+    """Return batch and context of "256x2048"."""
+    batch, _, context = text.partition("x")
+    if not (batch.isdecimal() and context.isdecimal() and int(batch) > 0 and int(context) > 1):
+        raise ValueError(f"--cells {text!r}: expected BATCHxCONTEXT such as 8x16384, of at least 1 and 2")
+    return int(batch), int(context)
 
 
 def _taus(text: str) -> tuple[float, ...]:
@@ -87,5 +114,6 @@ def _line(row: Row) -> str:
     """Say a row in short."""
     if row["what"] == "policy_summary":
         return f"least: {row['least_of_plain']} of plain, {row['least_of_best']} of the best; {row['mean_of_each']}"
-    where = f"{row['batch']} x {row['context']} tokens, tau {row['accepts']}"
+    where = f"{row['batch']} x {row['prompts']}" if "prompts" in row else f"{row['batch']} x {row['context']} tokens"
+    where += f", tau {row['accepts']}"
     return f"{where}: {row['tokens_per_s']} tokens/s, {row['of_plain']} of plain, {row['of_best']} of {row['best']}"

@@ -1,11 +1,12 @@
-"""Measures num_steps="auto" beside plain decoding and every fixed shape: tokens/s at an imposed acceptance.
+"""Measures num_steps="auto" beside plain decoding and every fixed shape: tokens/s at an imposed acceptance, or at the
+draft's own on given prompts.
 
 Plain decoding has an engine of its own; the shapes and their policy share one. All requests of a cell decode together,
 from prompts that the prefix cache has; the clock runs until the first of them ends.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
@@ -21,16 +22,19 @@ Row = dict[str, Any]
 AUTO = "auto"
 
 
+Prompts = Mapping[int | str, list[list[int]]]  # token ids, by their length or by their file
+
+
 @dataclass(frozen=True)
 class Grid:
-    """Cells: batches x contexts (tokens) x acceptance, as tau of the longest chain; one of several taus drifts.
+    """Cells: batch and context (a key of the prompts) x acceptance, as tau of the longest chain; one of several taus
+    drifts, and () imposes nothing.
 
     taus: each a tuple, which a text goes through, `drift` tokens of each, twice. new_tokens: of a request in other
     runs, of one alone four times as many; repeats: runs of each way.
     """
 
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
+    cells: tuple[tuple[int, int | str], ...]
     taus: tuple[tuple[float, ...], ...]
     new_tokens: int
     drift: int = 64
@@ -40,10 +44,18 @@ class Grid:
         """Return the tokens that each request emits in a run."""
         return 2 * len(taus) * self.drift if len(taus) > 1 else self.new_tokens * max(1, 4 // batch)
 
-    @property
-    def longest(self) -> int:
-        """The most tokens of a request, prompt and output."""
-        return max(self.contexts) + max(self.num_tokens(b, taus) for b in self.batches for taus in self.taus)
+    def capacity(self, prompts: Prompts) -> dict[str, Any]:
+        """For `attach`: an engine that holds each of the cells, and what given prompts it may have to keep."""
+        most = {b: max(self.num_tokens(b, taus) for taus in self.taus) for b, _ in self.cells}
+        reach = {(b, c): max(map(len, prompts[c])) + most[b] for b, c in self.cells}
+        kept = sum(len(ids) for c, own in prompts.items() if isinstance(c, str) for ids in own)
+        slots = max(b * (tokens + 96) for (b, _), tokens in reach.items()) + kept
+        return {
+            "max_batch": max(most),
+            "graph_batches": tuple(most),
+            "max_seq_len": max(reach.values()),
+            "num_slots": slots,
+        }
 
 
 def rates_of(tau: float, steps: int) -> list[float]:
@@ -55,45 +67,62 @@ def rates_of(tau: float, steps: int) -> list[float]:
     return [low**j for j in range(1, steps + 1)]
 
 
-def measure_policy(subject: Timed, grid: Grid, **settings: Any) -> Iterator[Row]:
+def measure_policy(subject: Timed, grid: Grid, prompts: Prompts | None = None, **settings: Any) -> Iterator[Row]:
     """Yield a row for each cell, then one of all: ratios of "auto" to plain decoding and to the best fixed shape.
 
+    prompts: of given texts, by the names that cells have for contexts; else they are random, of so many tokens.
     settings: of the engine that picks shapes.
     """
-    capacity = {"max_batch": max(grid.batches), "max_seq_len": grid.longest, "graph_sampling": "greedy"}
-    capacity |= {"prefix_cache": True, "num_slots": max(grid.batches) * (grid.longest + 96)}
-    prompts = {context: subject.prompts(Cell(max(grid.batches), context)) for context in grid.contexts}
-    cells = [(batch, context) for context in grid.contexts for batch in grid.batches]
+    if prompts is None:
+        largest = {int(c): max(b for b, other in grid.cells if other == c) for _, c in grid.cells}
+        prompts = {context: subject.prompts(Cell(batch, context)) for context, batch in largest.items()}
+    capacity = {**grid.capacity(prompts), "graph_sampling": "greedy", "prefix_cache": True}
     with attach(subject.model, None, None, **capacity) as engine:
-        plain = {(b, c): _runs(engine, prompts[c][:b], grid, (1.0,)) for b, c in cells}
+        plain = {(b, c): _runs(engine, own, b, grid, (1.0,)) for b, c, own in _kept(engine, grid, prompts)}
     free(subject.device)
-    rates = rates_of(max(grid.taus[0]), max(settings.get("auto_steps", (5,))))
-    given = {"num_steps": AUTO, **settings, "synthetic_acceptance": rates, **capacity}
+    given = {"num_steps": AUTO, **settings, **capacity}
+    if any(grid.taus):
+        rates = rates_of(max(grid.taus[0]), max(settings.get("auto_steps", (5,))))
+        given["synthetic_acceptance"] = rates
     rows = []
     with attach(subject.model, subject.draft, subject.algo, **given) as engine:
-        for batch, context in cells:
+        for batch, context, own in _kept(engine, grid, prompts):
             for taus in grid.taus:
-                rows.append(_cell(engine, prompts[context][:batch], grid, taus, plain[batch, context]))
-                yield {"what": "policy", "shape": subject.shape, "batch": batch, "context": context, **rows[-1]}
+                rows.append(_cell(engine, own, batch, grid, taus, plain[batch, context]))
+                case = {"batch": batch, "prompts" if isinstance(context, str) else "context": context}
+                yield {"what": "policy", "shape": subject.shape, **case, **rows[-1]}
     yield {"what": "policy_summary", "shape": subject.shape, **_summary(rows)}
 
 
-def _cell(engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...], plain: float) -> Row:
+def _kept(engine: Engine, grid: Grid, prompts: Prompts) -> Iterator[tuple[int, int | str, list[list[int]]]]:
+    """Yield batch, context and prompts of each cell, once the prefix cache has these: else requests that decode beside
+    long prefills would end before the clock starts."""
+    for batch, context in grid.cells:
+        own = prompts[context] if isinstance(context, str) else prompts[context][:batch]
+        engine.generate(own, max_new_tokens=1, ignore_eos=True)
+        yield batch, context, own
+
+
+def _cell(
+    engine: Engine, prompts: Sequence[list[int]], batch: int, grid: Grid, taus: tuple[float, ...], plain: float
+) -> Row:
     """Return a cell's row: tokens/s of each way, ratios, and in what share of its rounds "auto" had each shape."""
     tiers = engine._attached().launcher.tiers
     names, fixed = list(map(str, tiers.shapes)), {}
-    if len(taus) == 1:
-        _run(engine, prompts, grid, taus)  # the policy comes from the cell before: what it needs to settle is no part
+    if len(taus) < 2:
+        _run(
+            engine, prompts, batch, grid, taus
+        )  # the policy comes from the cell before: what it needs to settle is no part
     before = _rounds(engine)
     for i, name in [(None, AUTO), *enumerate(names)]:
         tiers.fixed = i
-        fixed[name] = plain if i == 0 else _runs(engine, prompts, grid, taus)
+        fixed[name] = plain if i == 0 else _runs(engine, prompts, batch, grid, taus)
         if i is None:
             played = {name: num - before[name] for name, num in _rounds(engine).items()}
     tiers.fixed = None
     own = fixed.pop(AUTO)
     return {
-        "accepts": "/".join(f"{tau:g}" for tau in taus),
+        "accepts": "/".join(f"{tau:g}" for tau in taus) or "what the draft gets",
         "tokens_per_s": round(own, 1),
         "plain_tokens_per_s": round(plain, 1),
         "best": max(fixed, key=fixed.__getitem__),
@@ -119,27 +148,28 @@ def _rounds(engine: Engine) -> dict[str, int]:
     return {name: tier["rounds"] for name, tier in engine.report().policy["tiers"].items()}
 
 
-def _runs(engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...]) -> float:
+def _runs(engine: Engine, prompts: Sequence[list[int]], batch: int, grid: Grid, taus: tuple[float, ...]) -> float:
     """Return tokens/s over `grid.repeats` runs."""
-    runs = [_run(engine, prompts, grid, taus, run) for run in range(grid.repeats)]
+    runs = [_run(engine, prompts, batch, grid, taus, run) for run in range(grid.repeats)]
     return sum(tokens for tokens, _ in runs) / sum(seconds for _, seconds in runs)
 
 
 def _run(
-    engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...], run: int = 0
+    engine: Engine, prompts: Sequence[list[int]], batch: int, grid: Grid, taus: tuple[float, ...], run: int = 0
 ) -> tuple[int, float]:
     """Return the tokens and seconds from when all requests decode until the first one ends; acceptance goes from one
-    of `taus` to the next with the mean length of texts, and is drawn anew in every run."""
-    laws = [SamplingParams(seed=1000 * run + i) for i in range(len(prompts))]  # imposed acceptance is drawn by them
-    length = grid.num_tokens(len(prompts), taus)
-    requests = engine.submit(list(prompts), max_new_tokens=length, sampling=laws, ignore_eos=True)
+    of `taus` to the next with the mean length of texts, and is drawn anew in every run; each takes the next prompts."""
+    asked = [prompts[(run * batch + i) % len(prompts)] for i in range(batch)]
+    laws = [SamplingParams(seed=1000 * run + i) for i in range(batch)]  # imposed acceptance is drawn by them
+    length = grid.num_tokens(batch, taus)
+    requests = engine.submit(asked, max_new_tokens=length, sampling=laws, ignore_eos=True)
     while not all(r.tokens for r in requests):
         engine.step()
     wait(engine.target_module.device.type)
     start, first, at = time.perf_counter(), sum(len(r.tokens) for r in requests), -1
     while all(r.finish_reason is None for r in requests):
         num = sum(len(r.tokens) for r in requests)
-        if at != (at := num // (grid.drift * len(requests)) % len(taus)):
+        if taus and at != (at := num // (grid.drift * batch) % len(taus)):
             _impose(engine, taus[at])
         engine.step()
     seconds, tokens = time.perf_counter() - start, sum(len(r.tokens) for r in requests) - first
