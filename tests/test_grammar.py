@@ -167,7 +167,7 @@ def test_forced_tokens_of_an_earlier_batch_are_forgotten():
         def fill_next(self, forced, mask):
             pass
 
-    feed = MaskFeed(EngineConfig(num_steps=2, max_batch=3), VOCAB, torch.device("cpu"), None)
+    feed = MaskFeed(EngineConfig(num_steps=2, max_batch=3), VOCAB, torch.device("cpu"))
     for requests, forced in (
         ([Forces(), Forces(), Forces(7)], [[-1, -1], [-1, -1], [7, -1]]),
         ([Forces()], [[-1, -1]]),
@@ -303,9 +303,10 @@ def test_a_host_that_is_late_or_early_changes_no_text(model, texts, shape, is_la
     assert 0 < len(advised) <= len(updated) and (len(advised) < len(updated)) == is_late
 
 
-def test_masks_of_many_chains_are_those_of_each(compiler):
-    """The library's own threads against fill_tree: texts that go on, end, and are forbidden; other EOS ids."""
-    eos, width = {EOS, 40}, 4
+@pytest.mark.parametrize("eos", [{EOS}, {EOS, 40}], ids=["own", "foreign"])
+def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compiler, eos):
+    """Texts that go on, end, and are forbidden; other EOS ids."""
+    width = 4
     words = {
         "a": [["b", "7", "x"], ["c", "z", "x"], []],
         "d": [["d", 40, "d"], [EOS, "d", "d"]],
@@ -314,17 +315,15 @@ def test_masks_of_many_chains_are_those_of_each(compiler):
     compiled = compiler.compile(Grammar(regex="a(b|c)[0-9]x|d+7?"))
     cases = [(text, draft) for text, drafts in words.items() for draft in drafts]
     masks, expected = (np.full((len(cases) + 1, width, VOCAB // 32), -1, np.int32) for _ in range(2))
-    chains, constraints = [], []
     for i, (text, draft) in enumerate(cases):
         constraint = Constraint(compiled.matcher(), eos, compiler.eos_ids)
         constraint.advance(TOKENIZER.encode(text))
         tokens = [0, *(t if isinstance(t, int) else TOKENIZER.encode(t)[0] for t in draft)]
         constraint.fill_tree(tokens, [0, *range(width - 1)][: len(tokens)], expected[i])
-        chains.append(constraint.chain(i, tokens))
-        constraints.append(constraint)
-    assert compiler.fill_chains(chains, masks)
-    for constraint, mask in zip(constraints, masks, strict=False):
-        constraint.finish(mask, mask.any(-1).tolist())
+        constraint.fill_chain(tokens, masks[i])
+        other = Constraint(compiled.matcher(), eos, compiler.eos_ids)
+        other.advance(TOKENIZER.encode(text))
+        assert constraint.advance(tokens[1:]) == other.advance(tokens[1:]), (text, draft)
     assert (masks == expected).all(), [
         case for case, m, e in zip(cases, masks, expected, strict=False) if (m != e).any()
     ]

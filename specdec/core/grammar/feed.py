@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ import torch
 
 from specdec.core.batch import ints_to_device, to_device
 from specdec.core.config import EngineConfig
-from specdec.core.grammar.matcher import Compiler, Constraint
+from specdec.core.grammar.matcher import Constraint
 
 PATIENCE_S = 5e-4  # of the host with masks, until threads help
 GUIDE_S = 2e-4  # that the device may wait for what drafts are told
@@ -47,11 +48,11 @@ class MaskFeed:
     read_results: hands out what earlier launches have emitted; set by the core.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device, compiler: Compiler):
+    def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device):
         max_batch, num_nodes = config.max_batch, max(shape.num_draft_tokens for shape in config.shapes)
         self.num_words = -(-vocab_size // 32)
         self.read_results: Callable[[], None] = lambda: None
-        self._device, self._compiler = device, compiler
+        self._device = device
         is_cuda = device.type == "cuda"
         size = max_batch * num_nodes * self.num_words
         self._masks = torch.full((size,), -1, dtype=torch.int32, device=device)
@@ -59,9 +60,10 @@ class MaskFeed:
         self._first = torch.full((max_batch, self.num_words), -1, dtype=torch.int32, device=device)
         self._host_first = torch.full(self._first.shape, -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         self._host_masks = torch.full((size,), -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
-        shape = (2, max_batch * num_nodes)
-        self._host_tree = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        self._host_choices = torch.zeros(shape[1], dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        num = max_batch * num_nodes
+        self._tree = self._host_tree = torch.zeros(2 * num, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self._host_choices = torch.zeros(num, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self._copies = torch.cuda.Stream(device) if is_cuda else None
         self._has_tree, self._has_choices = (torch.cuda.Event() if is_cuda else None for _ in range(2))
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)] if is_cuda else []
         self._requests: Sequence[Constrained] = ()
@@ -150,10 +152,10 @@ class MaskFeed:
         self._num_forcing = last
         self._num_forced += sum(map(len, forced))
 
-    def fetch(self, tokens: torch.Tensor, parents: torch.Tensor) -> None:
-        """Start the copy of a tree's tokens and parents [n, D] to the host."""
-        for host, own in zip(self._host_tree, (tokens, parents), strict=True):
-            host[: own.numel()].copy_(own.reshape(-1), non_blocking=True)
+    def fetch(self, tree: torch.Tensor) -> None:
+        """Start the copy of a tree's tokens and parents [2, n, D] to the host."""
+        self._tree = self._host_tree[: tree.numel()].view(tree.shape)
+        self._tree.copy_(tree, non_blocking=True)
         if self._has_tree is not None:
             self._has_tree.record()
 
@@ -171,24 +173,18 @@ class MaskFeed:
             self._host_choices[: choices.numel()].copy_(choices.reshape(-1), non_blocking=True)
             if self._has_choices is not None:
                 self._has_choices.record()
+        self.read_results()  # of the round before, if they were not read at the first stop
+        self._host_masks.numpy()[: self._num_masked].fill(-1)  # its last copy is done: those results came after it
         if self._has_tree is not None and num_nodes > 1:
             self._wait(self._has_tree)
-        self.read_results()  # of the round before, if they were not read at the first stop
         start, waited_s = time.perf_counter(), self._wait_s
-        tokens, parents = self._host_tree[:, : num * num_nodes].view(2, num, num_nodes).tolist()
-        flat = self._host_masks  # its last copy is done: a round came after it
-        flat.numpy()[: self._num_masked].fill(-1)
-        host = _view(flat, num, num_nodes, self.num_words)
+        tokens, parents = self._tree[:, :num].tolist() if num_nodes > 1 else ([[0]] * num,) * 2
+        host = _view(self._host_masks, num, num_nodes, self.num_words).numpy()
         if choices is None:
-            found = self._constrained(self._requests)
-            self._fill(found, tokens, parents, host.numpy())
-            last = found[-1][1] + 1 if found else 0
+            last = self._fill(self._constrained(self._requests), tokens, parents, host)
         else:
-            last = self._correct(tokens, parents, host.numpy())
-        count = last * num_nodes * self.num_words
-        written = max(count, self._num_masked)
-        self._masks[:written].copy_(flat[:written], non_blocking=True)
-        self._num_masked = count
+            last = self._correct(tokens, parents, host)
+        self._copy_masks(last * num_nodes * self.num_words)
         self._mark(1)
         self._num_rounds += 1
         self._mask_s += time.perf_counter() - start - (self._wait_s - waited_s)
@@ -229,29 +225,42 @@ class MaskFeed:
         self._late_s += waited_s
         return waited_s
 
-    def _fill(self, found: Found, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> None:
-        """Write the masks of requests with a grammar to masks [n, D, W], which allow all."""
-        places = [i for _, i in found]
-        is_chain = parents[0] == [0, *range(len(parents[0]) - 1)]
-        if is_chain and self._compiler.fill_chains([c.chain(i, tokens[i]) for c, i in found], masks):
-            has_tokens = np.bitwise_or.reduce(masks[places], -1).astype(bool).tolist()
-            for (constraint, i), has_token in zip(found, has_tokens, strict=True):
-                constraint.finish(masks[i], has_token)
+    def _fill(self, found: Found, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> int:
+        """Write the masks of requests with a grammar to masks [n, D, W], which allow all; return places up to the last
+        with masks."""
+        if _is_chain(parents[0]):
+            self._run([partial(c.fill_chain, tokens[i], masks[i]) for c, i in found])
         else:
             self._run([partial(c.fill_tree, tokens[i], parents[i], masks[i]) for c, i in found])
+        return found[-1][1] + 1 if found else 0
 
     def _correct(self, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> int:
-        """Do what `_fill` does only where choices make it necessary; return places up to the last with masks."""
-        found, last = self._constrained(self._requests), 0
+        """Do what `_fill` does, but once choices are known only where they make it necessary."""
+        found, last, is_chain = self._constrained(self._requests), 0, _is_chain(parents[0])
         for constraint, i in found:
-            constraint.foresee(tokens[i], parents[i])
+            if not is_chain:
+                constraint.foresee(tokens[i], parents[i])
+            elif self._has_choices is not None and not self._has_choices.query():
+                constraint.fill_chain(tokens[i], masks[i])
+                last = i + 1
+        if not found or last > found[-1][1]:
+            return last
         if self._has_choices is not None:
             self._wait(self._has_choices)
         choices = self._host_choices[: masks.shape[0] * masks.shape[1]].view(masks.shape[:2]).tolist()
         for constraint, i in found:
-            if constraint.fill_choices(tokens[i], parents[i], choices[i], masks[i]):
+            if i >= last and constraint.fill_choices(tokens[i], parents[i], choices[i], masks[i]):
                 last = i + 1
         return last
+
+    def _copy_masks(self, count: int) -> None:
+        """Copy the first `count` words of masks to the device, and those that the round before had there, beside the
+        verification."""
+        written, self._num_masked = max(count, self._num_masked), count
+        with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+            self._masks[:written].copy_(self._host_masks[:written], non_blocking=True)
+        if self._copies:
+            torch.cuda.current_stream(self._device).wait_stream(self._copies)
 
     def _constrained(self, requests: Sequence[Constrained]) -> Found:
         """Return the constraints of requests that go on and have one, with their places."""
@@ -277,6 +286,10 @@ class MaskFeed:
         while jobs and (len(jobs) == 1 or time.perf_counter() < end):
             jobs.pop()()
         list(self._threads.map(lambda job: job(), jobs))
+
+
+def _is_chain(parents: list[int]) -> bool:
+    return parents == [0, *range(len(parents) - 1)]
 
 
 def _view(masks: torch.Tensor, *shape: int) -> torch.Tensor:

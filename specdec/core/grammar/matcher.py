@@ -4,7 +4,7 @@ A mask is a bitmask of the vocabulary: bit t % 32 of word t // 32, int32, is set
 """
 
 from collections.abc import Sequence, Set
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +25,10 @@ class Matcher(Protocol):
     def take(self, tokens: Sequence[int]) -> int:
         """Take the first of `tokens`, none of them an EOS id, up to one that a mask forbids; return how many."""
 
+    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray) -> int:
+        """Write what may come next to masks[0], then take one of `tokens`, none of them an EOS id, and so on, up to one
+        that the grammar forbids; return how many were taken. A mask [W] after which nothing may come allows all."""
+
     def rollback(self, num: int) -> None:
         """Take back the last `num` tokens."""
 
@@ -34,17 +38,6 @@ class Matcher(Protocol):
     @property
     def error(self) -> str:
         """Why it can follow the text no further, a limit of the library for instance; empty if it can."""
-
-
-M = TypeVar("M")
-
-
-class Chain(NamedTuple, Generic[M]):
-    """A request of a round, at `place` in its batch, and what is drafted after its text: no EOS ids."""
-
-    matcher: M
-    place: int
-    drafts: list[int]
 
 
 class CompiledGrammar(Protocol):
@@ -68,10 +61,6 @@ class Compiler(Protocol):
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """ValueError if the grammar is invalid, or has what the library does not support."""
-
-    def fill_chains(self, chains: Sequence[Chain[Any]], masks: np.ndarray) -> bool:
-        """Write what may follow each token of `chains`, up to one that is forbidden, to masks [n, D, W], on threads of
-        the library's own; return whether it can. Nothing is set after a token that nothing may follow."""
 
 
 class Constraint:
@@ -141,20 +130,15 @@ class Constraint:
                 self._visit(child, tokens, children, masks, depth + 1)
                 self.matcher.rollback(1)
 
-    def chain(self, place: int, tokens: Sequence[int]) -> Chain[Matcher]:
-        """Return the chain of a round's nodes, tokens [D]."""
+    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray) -> None:
+        """Do what `fill_tree` does for a chain; the matcher stays ahead by what it takes."""
+        if self._foreign or self._num_before_eos > 0:
+            return self.fill_tree(tokens, [0, *range(len(tokens) - 1)], masks)
         self._rewind()
         drafts = list(tokens[1:])
-        count = next((i for i, token in enumerate(drafts) if token in self.eos_ids), len(drafts))
-        return Chain(self.matcher, place, drafts[:count])
-
-    def finish(self, masks: np.ndarray, has_token: Sequence[bool]) -> None:
-        """Make what `Compiler.fill_chains` has written to masks [D, W] what `fill_tree` writes. has_token [D]: whether
-        a mask allows any."""
-        is_over = bool(self.matcher.error)
-        for depth, mask in enumerate(masks):
-            if is_over or not has_token[depth] or not self._goes_on(mask, depth):
-                mask.fill(-1)
+        end = next((i for i, token in enumerate(drafts) if token in self._ends), len(drafts))
+        taken = self.matcher.fill_chain(drafts[:end], masks)
+        self._ahead = drafts[:taken]
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Take emitted tokens, up to EOS; return how many the grammar allows: fewer at a dead end, see `error`."""

@@ -181,7 +181,7 @@ class Round:
         if batch.guide is not None:
             assert self.feed is not None
             force(tree, draft.probs, batch.guide.forced)
-            self.pause(partial(self.feed.fetch, tree.tokens, tree.parents))
+            self.pause(partial(self.feed.fetch, torch.stack([tree.tokens, tree.parents])))
 
     def _constrain(self, batch: RoundBatch, tree: Tree, logits: torch.Tensor) -> None:
         """Mask logits [bs, D, V] of all nodes by the grammars of their requests, in place."""

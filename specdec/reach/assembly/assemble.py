@@ -176,7 +176,7 @@ def _assemble(
         models=HFModels(target, worker, config),
         compiling_kernels=partial(compiling_kernels, in_use, device),
         grammars=grammars,
-        feed=None if grammars is None else MaskFeed(config, target.spec.vocab_size, device, grammars),
+        feed=None if grammars is None else MaskFeed(config, target.spec.vocab_size, device),
     )
     check_kernels(parts)
     core = Core(parts) if ranks is None else RankedCore(parts, ranks)

@@ -3,13 +3,11 @@
 import importlib.util
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
 from specdec.core.grammar.grammar import Grammar
-from specdec.core.grammar.matcher import Chain, CompiledGrammar
+from specdec.core.grammar.matcher import CompiledGrammar
 from specdec.reach.grammars.trial import Trials
 from specdec.reach.grammars.vocabulary import Vocabulary
 
@@ -46,9 +44,6 @@ class Library(Protocol):
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """ValueError names what is wrong."""
 
-    def fill_chains(self, chains: Sequence[Chain[Any]], masks: np.ndarray) -> bool:
-        """See `Compiler.fill_chains`."""
-
 
 class CachedCompiler:
     """A `specdec.core.grammar.matcher.Compiler` over one library; the grammars used last are kept."""
@@ -78,10 +73,6 @@ class CachedCompiler:
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return compiled
-
-    def fill_chains(self, chains: Sequence[Chain[Any]], masks: np.ndarray) -> bool:
-        """See `Compiler.fill_chains`."""
-        return self._library is not None and self._library.fill_chains(chains, masks)
 
 
 def open_library(name: str, vocabulary: Vocabulary) -> Library:

@@ -34,10 +34,6 @@ class XGrammar:
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{grammar.kind}: {str(error).strip()[:500]}") from None
 
-    def fill_chains(self, chains: Any, masks: np.ndarray) -> bool:
-        """It has nothing for many chains at once."""
-        return False
-
     def _compile(self, grammar: Grammar) -> Any:
         compiler, value = self._compiler, grammar.value
         if grammar.kind in ("json", "json_object"):
@@ -84,6 +80,15 @@ class XGMatcher:
 
     def take(self, tokens: Sequence[int]) -> int:
         return next((i for i, token in enumerate(tokens) if not self._matcher.accept_token(token)), len(tokens))
+
+    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray) -> int:
+        for count, (mask, token) in enumerate(zip(masks, (*tokens, None), strict=False)):
+            if not self.fill(mask):
+                mask.fill(-1)
+                return count
+            if token is None or not self._matcher.accept_token(token):
+                return count
+        raise AssertionError("more tokens than masks")
 
     def rollback(self, num: int) -> None:
         self._matcher.rollback(num)
