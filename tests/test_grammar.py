@@ -1,6 +1,7 @@
 """Grammars: masks of every node by its own path, greedy text equal to plain constrained decoding, sampled text of its
 law, forced tokens as drafts, dead ends and mistakes."""
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -296,6 +297,8 @@ def test_a_host_that_is_late_or_early_changes_no_text(model, texts, shape, is_la
     feed.update = lambda num_steps: updated.append(num_steps) or update(num_steps)
     feed._advise = lambda num_steps: advised.append(num_steps) or advise(num_steps)
     feed._marks = [Mark(is_late) for _ in range(4)]
+    feed._has_choices, known = Mark(is_late), itertools.cycle([False, is_late])  # never, or in the midst of a batch
+    feed._has_choices.query = lambda: next(known)
     for name, grammar in GRAMMARS.items():
         out = engine.generate([PROMPTS[i] for i in texts[name]], max_new_tokens=28, grammar=grammar)
         assert out.tokens == [*texts[name].values()], name

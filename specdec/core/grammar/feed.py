@@ -5,12 +5,13 @@ up to date, and the draft gets forced tokens and the masks of what may follow th
 masks are made of the tree, which has been drafted by then, while the device works on. Once tokens are accepted the host
 is told, so that it reads them while the draft extends. Rounds of batches without a grammar know nothing of it.
 
-The device waits for what the host does at the first stop. So drafts get no more masks once it has waited for `GUIDE_S`,
-and where a guide took longer and forced nothing, the next rounds have none: results are read at the second stop.
+The device waits for what the host does at the first stop, and for the launches after it. So drafts get no more masks
+once it has waited for `GUIDE_S`, and where guides forced nothing rounds have none, until matchers come to forced text:
+results are read at the second stop, and what is launched between the two is launched ahead.
 
-Masks of a batch may take longer than the verification that hides them. So greedy requests get them only where the token
-that they would choose is forbidden. While the device verifies, their matchers follow the drafts: of choices that are
-drafts there is little more to say.
+Masks of a batch may take longer than the verification that hides them. So once it is over the greedy requests that are
+left get them only where the token that they would choose is forbidden. A chain is one walk of the library. Trees have
+many nodes off the path: while the device verifies, matchers follow their first children, and choices are waited for.
 """
 
 import math
@@ -31,6 +32,8 @@ from specdec.core.grammar.matcher import Constraint
 
 PATIENCE_S = 5e-4  # of the host with masks, until threads help
 GUIDE_S = 2e-4  # that the device may wait for what drafts are told
+FREE_S = 2e-5  # that it may wait for guides that force nothing
+NUM_UNFORCED, MOST_RESTS = 2, 15  # guides in a row that force nothing, until rounds have none, and how many such rounds
 
 Found = list[tuple[Constraint, int]]  # of requests, with their places in the batch
 
@@ -71,6 +74,7 @@ class MaskFeed:
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
         self._is_guided = False  # whether the device has a guide, rather than one that says nothing
         self._guide_s = 0.0  # that the device waited for the last one
+        self._num_unforced = self._num_rests = 0  # guides in a row that forced nothing, and rounds without one
         self._num_forcing = 0  # places up to the last that has forced tokens on the device
         self._num_masked = 0  # words up to the last mask on the device that forbids something
         self._num_rounds = self._num_forced = 0
@@ -87,6 +91,8 @@ class MaskFeed:
 
     def begin(self, requests: Sequence[Constrained], post: Callable[[torch.Tensor], None]) -> None:
         """Feed the rounds that are launched from now on, of `requests`; post: takes their results, as they are made."""
+        if requests != self._requests:
+            self._num_unforced = 0
         self._requests, self._post = requests, post
 
     def write_first(self, requests: Sequence[Constrained]) -> None:
@@ -101,7 +107,7 @@ class MaskFeed:
         if not self._requests:
             return
         waited_s = self._count_late(2, 3)
-        if self._is_guided:
+        if self._is_guided and not self._is_free:
             self._guide_s = waited_s
         self._mark(2)
         if num_steps and not self._rests():
@@ -111,14 +117,17 @@ class MaskFeed:
             self._mask_s += time.perf_counter() - start
         self._mark(3)
 
+    @property
+    def _is_free(self) -> bool:
+        """Whether the device waited for the last guides, and they forced nothing."""
+        return self._guide_s > FREE_S and self._num_unforced >= NUM_UNFORCED
+
     def _rests(self) -> bool:
-        """Return whether the draft does without a guide, since the device waited long for the last one, which forced
-        nothing; if so, take away the one of the round before."""
-        found = self._constrained(self._requests)
-        if self._guide_s <= GUIDE_S or not all(constraint.rests for constraint, _ in found):
+        """Return whether the draft does without a guide; if so, take away the one of the round before."""
+        if not self._is_free or self._num_rests == MOST_RESTS:
+            self._num_rests = 0
             return False
-        for constraint, _ in found:
-            constraint.rest()
+        self._num_rests += 1
         if self._is_guided:
             self._first.fill_(-1)
             self._forced.fill_(-1)
@@ -137,7 +146,7 @@ class MaskFeed:
             forced[i] = constraint.forced(num_steps, may_rest=is_late())
         first = self._num_rounds % max(len(found), 1)  # where there is no time for all, they take turns
         for constraint, i in (*found[first:], *found[:first]):
-            if is_late():
+            if self._is_free or is_late():
                 break
             if len(forced[i]) < num_steps:
                 constraint.fill_next(forced[i], own[i])
@@ -151,6 +160,7 @@ class MaskFeed:
             self._forced[:count] = ints_to_device(rows, self._device)
         self._num_forcing = last
         self._num_forced += sum(map(len, forced))
+        self._num_unforced = 0 if last else self._num_unforced + 1
 
     def fetch(self, tree: torch.Tensor) -> None:
         """Start the copy of a tree's tokens and parents [2, n, D] to the host."""
@@ -186,6 +196,8 @@ class MaskFeed:
             last = self._correct(tokens, parents, host)
         self._copy_masks(last * num_nodes * self.num_words)
         self._mark(1)
+        if self._is_free and any(c.is_forced for c, _ in self._constrained(self._requests)):
+            self._num_unforced = 0
         self._num_rounds += 1
         self._mask_s += time.perf_counter() - start - (self._wait_s - waited_s)
 
@@ -240,7 +252,9 @@ class MaskFeed:
         for constraint, i in found:
             if not is_chain:
                 constraint.foresee(tokens[i], parents[i])
-            elif self._has_choices is not None and not self._has_choices.query():
+            elif self._has_choices is None or self._has_choices.query():
+                break
+            else:
                 constraint.fill_chain(tokens[i], masks[i])
                 last = i + 1
         if not found or last > found[-1][1]:

@@ -176,19 +176,15 @@ class Constraint:
         return f"its grammar allows no token after this text{reason and f' ({reason})'}"
 
     @property
-    def rests(self) -> bool:
-        """Whether its last rounds had no forced tokens, so that nobody needs to look for some now."""
-        return self._rest > 0
-
-    def rest(self) -> None:
-        """Count a round in which nobody looked for forced tokens."""
-        self._rest -= 1
+    def is_forced(self) -> bool:
+        """Whether several tokens are forced after what its matcher has taken."""
+        return len(self.matcher.forced()) > 1
 
     def forced(self, num_steps: int, may_rest: bool = False) -> list[int]:
         """Return up to `num_steps` tokens that the grammar forces. may_rest: look less often where it forces none."""
         self._rewind()
-        if may_rest and self.rests:
-            self.rest()
+        if may_rest and self._rest > 0:
+            self._rest -= 1
             return []
         forced = self.matcher.forced()[:num_steps]
         taken = next((i for i, token in enumerate(forced) if not self.matcher.accept(token)), len(forced))
