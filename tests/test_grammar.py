@@ -306,6 +306,18 @@ def test_a_host_that_is_late_or_early_changes_no_text(model, texts, shape, is_la
     assert 0 < len(advised) <= len(updated) and (len(advised) < len(updated)) == is_late
 
 
+def test_rounds_without_a_guide_end_where_text_is_forced(model):
+    engine = engine_of(model, "eagle3", CHAIN, cuda_graph=None)
+    feed = engine._core.launcher.feed
+    feed._marks, advise, advised = [Mark(True) for _ in range(4)], feed._advise, []
+    feed._advise = lambda num_steps: advised.append(feed._num_rounds) or advise(num_steps)
+    out = engine.generate([PROMPTS[0]], max_new_tokens=40, grammar=Grammar(regex="[ab]{16}zqxjkvbpzqxj"))
+    engine.detach()
+    lens = out.requests[0].round_lens
+    num_free = next(i for i in range(len(lens)) if sum(lens[: i + 1]) >= 16)
+    assert len(advised) < len(lens) and len(lens) <= num_free + 6 and lens[-3:-1] == [4, 4], (lens, advised)
+
+
 @pytest.mark.parametrize("eos", [{EOS}, {EOS, 40}], ids=["own", "foreign"])
 def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compiler, eos):
     """Texts that go on, end, and are forbidden; other EOS ids."""

@@ -32,7 +32,7 @@ from specdec.core.grammar.matcher import Constraint
 
 PATIENCE_S = 5e-4  # of the host with masks, until threads help
 GUIDE_S = 2e-4  # that the device may wait for what drafts are told
-FREE_S = 2e-5  # that it may wait for guides that force nothing
+FREE_S = 1e-5  # that it may wait for guides that force nothing
 NUM_UNFORCED, MOST_RESTS = 2, 15  # guides in a row that force nothing, until rounds have none, and how many such rounds
 
 Found = list[tuple[Constraint, int]]  # of requests, with their places in the batch
