@@ -124,7 +124,8 @@ class MaskFeed:
 
     def _rests(self) -> bool:
         """Return whether the draft does without a guide; if so, take away the one of the round before."""
-        if not self._is_free or self._num_rests == MOST_RESTS:
+        is_over = not self._is_free or self._num_rests == MOST_RESTS
+        if is_over or any(constraint.is_forced for constraint, _ in self._constrained(self._requests)):
             self._num_rests = 0
             return False
         self._num_rests += 1
@@ -196,8 +197,6 @@ class MaskFeed:
             last = self._correct(tokens, parents, host)
         self._copy_masks(last * num_nodes * self.num_words)
         self._mark(1)
-        if self._is_free and any(c.is_forced for c, _ in self._constrained(self._requests)):
-            self._num_unforced = 0
         self._num_rounds += 1
         self._mask_s += time.perf_counter() - start - (self._wait_s - waited_s)
 
