@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = tiny_tokenizer()
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
 NUM_SEEDS = 1000 if DEVICE.type == "cuda" else 180
+NUM_WORDS = -(-VOCAB // 32)
 PROMPTS = [[5, 6, 7], [9, 8, 40, 3], [77]]
 GRAPHS = {"cuda_graph": True, "prefill_graph": "off", "graph_batches": (4,), "max_batch": 4}
 
@@ -199,7 +200,7 @@ def test_preempted_requests_go_on_within_their_grammars(model, texts, monkeypatc
 def test_masks_of_a_tree_follow_each_path(compiler):
     """fill_tree against a fresh matcher for every node."""
     compiled = compiler.compile(Grammar(regex="a(b|c)[0-9]x|d+"))
-    constraint = Constraint(compiled.matcher(), {EOS}, compiler.eos_ids)
+    constraint = Constraint(compiled.matcher(), {EOS}, compiler.eos_ids, NUM_WORDS)
     words, parents = ["?", "a", "d", "b", "c", "z", "7", "x", "d"], [0, 0, 0, 1, 1, 1, 4, 6, 2]
     tokens = [TOKENIZER.encode(word)[0] for word in words]
     masks = np.zeros((len(words), VOCAB // 32), np.int32)
@@ -225,7 +226,7 @@ def test_masks_for_greedy_choices_choose_what_those_of_all_nodes_do(compiler):
         choices = [rng.choice([*letters, EOS]) for _ in parents]
         texts = []
         for is_lazy in (False, True):
-            constraint = Constraint(compiled.matcher(), {EOS}, compiler.eos_ids)
+            constraint = Constraint(compiled.matcher(), {EOS}, compiler.eos_ids, NUM_WORDS)
             masks = np.full((len(parents), VOCAB // 32), -1, np.int32)
             if is_lazy:
                 if rng.random() < 0.5:
@@ -256,14 +257,14 @@ def test_greedy_choices_are_those_of_masks_where_text_is_forced(compiler):
         matcher.rollback(count)
         assert matcher.take(tokens) == count == allowed
         matcher.rollback(count)
-    constraint = Constraint(matcher, {EOS}, compiler.eos_ids)
+    constraint = Constraint(matcher, {EOS}, compiler.eos_ids, NUM_WORDS)
     masks = np.full((2, VOCAB // 32), -1, np.int32)
     assert constraint.fill_choices([0, spelled[0]], [0, 0], spelled[:2], masks)
     assert is_allowed(masks[0], usual[0]) and not is_allowed(masks[0], spelled[0])
 
 
 def test_forced_tokens_are_looked_for_less_where_there_are_none(compiler):
-    constraint = Constraint(compiler.compile(Grammar(regex="[a-c]{9}777")).matcher(), {EOS}, compiler.eos_ids)
+    constraint = Constraint(compiler.compile(Grammar(regex="[a-c]{9}777")).matcher(), {EOS}, compiler.eos_ids, NUM_WORDS)
     looked, library, counts = [], constraint.matcher.forced, []
     constraint.matcher.forced = lambda: looked.append(True) or library()
     for _ in range(10):
@@ -331,7 +332,7 @@ def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compil
     cases = [(text, draft) for text, drafts in words.items() for draft in drafts]
     masks, expected = (np.full((len(cases) + 1, width, VOCAB // 32), -1, np.int32) for _ in range(2))
     for i, (text, draft) in enumerate(cases):
-        constraint = Constraint(compiled.matcher(), eos, compiler.eos_ids)
+        constraint = Constraint(compiled.matcher(), eos, compiler.eos_ids, NUM_WORDS)
         constraint.advance(TOKENIZER.encode(text))
         tokens = [0, *(t if isinstance(t, int) else TOKENIZER.encode(t)[0] for t in draft)]
         constraint.fill_tree(tokens, [0, *range(width - 1)][: len(tokens)], expected[i])
@@ -383,7 +384,7 @@ def test_the_librarys_own_tokenizer_says_what_that_of_python_says():
 
 
 def test_a_request_may_have_other_eos_ids(compiler):
-    constraint = Constraint(compiler.compile(Grammar(regex="a+")).matcher(), {7, 40}, compiler.eos_ids)
+    constraint = Constraint(compiler.compile(Grammar(regex="a+")).matcher(), {7, 40}, compiler.eos_ids, NUM_WORDS)
     constraint.advance(TOKENIZER.encode("a"))
     masks = np.zeros((1, VOCAB // 32), np.int32)
     constraint.fill_tree([0], [0], masks)

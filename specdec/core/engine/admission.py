@@ -127,7 +127,9 @@ def _constraints(
 def _constraint(core: Core, grammar: Any, eos: frozenset[int], law: SamplingParams) -> Constraint:
     compiled = compile_grammar(core, grammar)
     assert core.grammars is not None
-    return Constraint(compiled.matcher(), eos, core.grammars.eos_ids, law.min_new_tokens)
+    assert core.launcher.feed is not None
+    num_words = core.launcher.feed.num_words
+    return Constraint(compiled.matcher(), eos, core.grammars.eos_ids, num_words, law.min_new_tokens)
 
 
 def _refuse_two_laws(settings: dict[str, Any]) -> None:

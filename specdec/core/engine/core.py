@@ -87,6 +87,7 @@ class Core:
                 if caller is None or not caller.has_news:
                     with on_device(self.device):
                         self.scheduler.end_late()
+                        self._undo()
                         self._admit()  # looks for changes of the models, so before a step replaces forwards
                         with self.models.stepping():
                             self._step()
@@ -175,6 +176,13 @@ class Core:
             except GraphError as error:
                 self.scheduler.fail(list(self.scheduler.waiting), error)
             self.scheduler.admit()
+
+    def _undo(self) -> None:
+        """Have requests go on behind what their grammars allow; what is on its way for them is behind that."""
+        if self.delivery.undone:
+            self.delivery.read(0)
+            self.launcher.rewind([r for r in self.delivery.undone if r.is_running])
+            self.delivery.undone = []
 
     def _next_prefill(self) -> list[tuple[Request, int]]:
         """Return prompt pieces to prefill now; fewer at a time, a round after each, while earlier requests decode."""

@@ -14,7 +14,8 @@ from specdec.core.metrics import AcceptanceStats
 class Delivery:
     """Reads the mailbox; finished requests give back rows and slots.
 
-    acceptance: of all requests, also those that others step or abandon.
+    acceptance: of all requests, also those that others step or abandon. undone: after whose text the device has chosen
+    a token that their grammar forbids: what is on its way for them is dropped.
     """
 
     def __init__(self, mailbox: Mailbox, scheduler: Scheduler, config: EngineConfig, tiers: Tiers):
@@ -23,6 +24,7 @@ class Delivery:
         self._config = config
         self._tiers = tiers
         self.acceptance = AcceptanceStats()
+        self.undone: list[Request] = []
 
     def read(self, num_left: int) -> None:
         """Hand out results, oldest first, until those of `num_left` launches are left."""
@@ -35,8 +37,8 @@ class Delivery:
             request = results.requests[i]
             results.num_read = i + 1  # first: whatever goes wrong with this one, it does not come twice
             try:
-                if request.finish_reason is None and request.row is not None:
-                    self._hand_over_or_end(request, rows[i], results.played is not None)
+                if request.is_running and request not in self.undone:
+                    self._hand_over_or_end(request, rows[i], results)
                 if request.finish_reason is not None and request.row is not None:
                     self._scheduler.release(request)
             finally:
@@ -44,15 +46,15 @@ class Delivery:
         if results.played is not None:
             self._tiers.end(results.played, results.requests)
 
-    def _hand_over_or_end(self, request: Request, row: list[int], is_round: bool) -> None:
+    def _hand_over_or_end(self, request: Request, row: list[int], results: Results) -> None:
         try:
-            self.hand_over(request, row, is_round)
+            self.hand_over(request, row, results.played is not None, results.is_masked)
         except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
             request.failure, request.finish_reason = failure_of(error), "error"
             if not isinstance(error, Exception):
                 raise
 
-    def hand_over(self, request: Request, row: list[int], is_round: bool) -> None:
+    def hand_over(self, request: Request, row: list[int], is_round: bool, is_masked: bool = True) -> None:
         """Give a running request what it emitted in one launch."""
         emitted = unpack(row, self._config.logprobs, self._config.digests)
         assert emitted.tokens, "a running request emitted nothing: host and device disagree on who runs"
@@ -60,11 +62,16 @@ class Delivery:
         tokens = emitted.tokens[: len(emitted.tokens) - emitted.is_invalid]
         num_before, count = len(request.tokens), len(tokens)
         if request.constraint is not None:
-            count = request.constraint.advance(tokens)
+            count = request.constraint.advance(tokens, is_masked)
         if count:
             request.take(tokens[:count], emitted.logprobs[:count], emitted.digests[:count])
+        is_undone = False
         if count < len(tokens) and request.finish_reason is None:
-            _end_dead(request)
+            is_undone = not is_masked
+            if is_undone:
+                self.undone.append(request)
+            else:
+                _end_dead(request)
         if emitted.is_invalid and request.finish_reason is None:
             self._end_invalid(request)
         if is_round:
@@ -73,7 +80,8 @@ class Delivery:
             request.round_lens.append(len(request.tokens) - num_before)
         # Stop strings, which only text shows, and dead ends are what the device does not see.
         is_over, reason = request.finish_reason is not None, request.finish_reason
-        assert is_over == emitted.is_finished or reason in ("stop_string", "dead_end"), "host and device disagree"
+        is_known = is_over == emitted.is_finished or is_undone
+        assert is_known or reason in ("stop_string", "dead_end"), "host and device disagree"
 
     def _end_invalid(self, request: Request) -> None:
         """End a request after whose text the target's logits are not finite."""

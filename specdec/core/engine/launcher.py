@@ -68,6 +68,9 @@ class Launcher:
         self._first_kept = parts.config.num_rows  # the row of the first snapshot
         self._context = parts.context
         self._device = parts.target.device
+        config = parts.config
+        is_told = config.logprobs is not None or config.digests  # of the logits that were chosen from
+        self._may_trust = not self._states and not is_told
         self.program = Round(parts)
         self.feed = parts.feed
         rewrite_row(parts.state, parts.tables, parts.ops, parts.config.dummy_row)
@@ -110,6 +113,16 @@ class Launcher:
         )
         self._scheduler.admitted = []
         self.tiers.note_admission()
+
+    def rewind(self, requests: Sequence[Request]) -> None:
+        """Take `requests` back to the text that the host knows. K/V up to there is theirs; the states of the draft are
+        not, so it may propose less for a round."""
+        for request in requests:
+            request.rewind()
+        write_requests(self._state, self._slot_tables, requests, pack_requests(requests), self.program.ops)
+        write_texts(self._state, requests)
+        assert self.feed is not None
+        self.feed.num_undone += len(requests)
 
     def prefill(self, pieces: list[tuple[Request, int]]) -> bool:
         """Prefill prompt pieces, target and draft, and draw the first token of every prompt that is complete, but of
@@ -154,16 +167,28 @@ class Launcher:
         bound = self._len_bound(requests)
         self.is_launching = True
         played = self.tiers.begin(requests)
-        if batch.kind.is_constrained:
+        kind, is_trusted = batch.kind, self._trusts(batch)
+        if is_trusted:
+            kind = SamplingKind.GREEDY
+        if self.feed is not None:
+            self.feed.num_trusted += is_trusted
+        if kind.is_constrained:
             assert self.feed is not None
             self.feed.begin(requests, partial(self.post, requests, played=played))
         for _ in range(played.catch_ups):
             self.rounds.catch_up(batch.rows, bound)
-        packed = self.rounds.play(batch.kind, batch.rows, bound, self.tiers.shapes[played.tier])
-        if not batch.kind.is_constrained:  # else it is posted within the round
-            self.post(requests, packed, played)
+        packed = self.rounds.play(kind, batch.rows, bound, self.tiers.shapes[played.tier])
+        if not kind.is_constrained:  # else it is posted within the round
+            self.post(requests, packed, played, is_masked=not is_trusted)
         self.is_launching = False
         self._scheduler.note_round()
+
+    def _trusts(self, batch: StepBatch) -> bool:
+        """Return whether a round needs no masks: `Delivery` checks what it emits, and where a token is forbidden the
+        request is taken back, see `rewind`."""
+        if not self._may_trust or batch.kind is not SamplingKind.CONSTRAINED_GREEDY:
+            return False
+        return all(r.constraint is None or r.constraint.is_trusted for r in batch.requests)
 
     def batch_of(self, requests: list[Request]) -> StepBatch:
         """Return the batch of a round; rows are copied to the device only where they are not those of the last one."""
@@ -176,9 +201,11 @@ class Launcher:
         """Copy the rows of the next round even if its requests are those of the last one: one may have moved."""
         self._batch = self._batch._replace(requests=[])
 
-    def post(self, requests: list[Request], packed: torch.Tensor, played: Played | None = None) -> None:
-        """Mail results to the host; every request in them will have one token more, or be over. played: the round."""
-        self._mailbox.post(requests, packed, played)
+    def post(
+        self, requests: list[Request], packed: torch.Tensor, played: Played | None = None, is_masked: bool = True
+    ) -> None:
+        """Mail results to the host; every request in them will have one token more, or be over; see `Results`."""
+        self._mailbox.post(requests, packed, played, is_masked)
         for request in requests:
             request.num_certain += 1
 

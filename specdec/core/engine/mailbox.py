@@ -14,14 +14,15 @@ from specdec.core.engine.tiers import Played
 class Results:
     """Results of one launch, being copied to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished.
 
-    played: the round, None for first tokens. num_read: requests that have their tokens already, counted by the caller
-    that hands them out.
+    played: the round, None for first tokens. is_masked: whether grammars masked the logits, if there are some.
+    num_read: requests that have their tokens already, counted by the caller that hands them out.
     """
 
     requests: tuple[Request, ...]
     host: torch.Tensor
     ready: torch.cuda.Event | None
     played: Played | None
+    is_masked: bool
     num_read: int = 0
 
 
@@ -39,17 +40,19 @@ class Mailbox:
         self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._pending: deque[tuple[Results, torch.Tensor]] = deque()
 
-    def post(self, requests: Sequence[Request], packed: torch.Tensor, played: Played | None) -> None:
+    def post(
+        self, requests: Sequence[Request], packed: torch.Tensor, played: Played | None, is_masked: bool = True
+    ) -> None:
         """Start the copy of `packed` [n, W+3], which may be overwritten right after the call."""
         if self._device.type != "cuda":
             host = packed.clone()
-            self._pending.append((Results(tuple(requests), host, None, played), host))
+            self._pending.append((Results(tuple(requests), host, None, played, is_masked), host))
             return
         buffer, ready = self._free.pop() if self._free else self._new_buffer()
         host = buffer[: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
         ready.record()
-        self._pending.append((Results(tuple(requests), host, ready, played), buffer))
+        self._pending.append((Results(tuple(requests), host, ready, played, is_masked), buffer))
 
     def take(self, num_left: int) -> Iterator[tuple[Results, list[list[int]]]]:
         """Yield results and their rows on the host, oldest first, until `num_left` are left; waits for their copies.

@@ -123,6 +123,11 @@ class Request:
         if self.tokens:
             self.prompt = np.array([*self.prompt_ids, *self.tokens], dtype=np.int64)
 
+    def rewind(self) -> None:
+        """Take nothing for certain but its text so far, which is in the cache up to the last token."""
+        self.restart()
+        self.num_prefilled, self.num_certain = self.num_to_prefill, len(self.tokens)
+
     def take(self, tokens: list[int], logprobs: Sequence[TokenLogprob] = (), digests: Sequence[int] = ()) -> None:
         """Append emitted `tokens` with their `logprobs` and `digests`; set `finish_reason` if they end the request.
 

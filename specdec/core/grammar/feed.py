@@ -78,6 +78,7 @@ class MaskFeed:
         self._num_forcing = 0  # places up to the last that has forced tokens on the device
         self._num_masked = 0  # words up to the last mask on the device that forbids something
         self._num_rounds = self._num_forced = 0
+        self.num_trusted = self.num_undone = 0  # rounds without masks, and requests that these sent back
         self._mask_s = self._wait_s = self._late_s = 0.0
 
     def masks(self, num_requests: int, num_nodes: int) -> torch.Tensor:
@@ -213,6 +214,7 @@ class MaskFeed:
         late_s = self._late_s if self._marks else self._mask_s
         seconds = {"mask_ms": self._mask_s, "wait_ms": self._wait_s, "late_ms": late_s}
         counts = {"rounds": self._num_rounds, "forced_tokens": self._num_forced}
+        counts |= {"trusted_rounds": self.num_trusted, "undone": self.num_undone}
         return {**counts, **{name: 1e3 * spent / self._num_rounds for name, spent in seconds.items()}}
 
     def _mark(self, which: int) -> None:

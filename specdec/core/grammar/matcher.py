@@ -11,6 +11,7 @@ import numpy as np
 from specdec.core.grammar.grammar import Grammar
 
 MOST_REST = 3  # rounds in which nobody looks for forced tokens, after rounds that had none
+MOST_MASKED = 16  # rounds with masks after a token that the target chose and the grammar forbids
 
 
 class Matcher(Protocol):
@@ -65,13 +66,23 @@ class Compiler(Protocol):
 
 class Constraint:
     """A request's matcher, after the tokens that it has emitted. eos_ids: of the request, where they are the
-    library's (`library_eos`) or not. num_before_eos: tokens that its law wants before them: a text that is complete
-    earlier cannot go on."""
+    library's (`library_eos`) or not. num_words: W of its masks. num_before_eos: tokens that its law wants before them:
+    a text that is complete earlier cannot go on.
 
-    def __init__(self, matcher: Matcher, eos_ids: Set[int], library_eos: Set[int], num_before_eos: int = 0):
+    is_trusted: whether its next greedy tokens may be chosen without masks and checked once they are here: the grammar
+    forces none, and the target has not chosen what it forbids of late.
+    """
+
+    def __init__(
+        self, matcher: Matcher, eos_ids: Set[int], library_eos: Set[int], num_words: int, num_before_eos: int = 0
+    ):
         self.matcher = matcher
         self.eos_ids = eos_ids
+        self.is_trusted = False
+        self._num_words = num_words
         self._num_before_eos = num_before_eos
+        self._num_masked = 0  # rounds with masks to come
+        self._mistrust = 1  # how many there will be after the next token that is forbidden
         self._ahead: list[int] = []  # what the matcher has taken after its text, since a round may emit it
         self._ends = {*eos_ids, *library_eos}
         self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
@@ -104,6 +115,7 @@ class Constraint:
         num_allowed = self._follow(chosen[:end])
         if num_allowed == len(chosen):
             return False
+        self.mistrust()
         self._visit(path[num_allowed], tokens, _children(parents), masks, num_allowed)
         return True
 
@@ -140,15 +152,37 @@ class Constraint:
         taken = self.matcher.fill_chain(drafts[:end], masks)
         self._ahead = drafts[:taken]
 
-    def advance(self, tokens: Sequence[int]) -> int:
-        """Take emitted tokens, up to EOS; return how many the grammar allows: fewer at a dead end, see `error`."""
+    def advance(self, tokens: Sequence[int], is_masked: bool = True) -> int:
+        """Take emitted tokens, up to EOS; return how many the grammar allows. is_masked: they were chosen under masks,
+        so that there are fewer at a dead end only, see `error`."""
         self._next = None
         count = self._rewind(tokens)
         self._ahead = []
-        while count < len(tokens) and (tokens[count] in self.eos_ids or self.matcher.accept(tokens[count])):
-            count += 1
+        if is_masked:
+            while count < len(tokens) and (tokens[count] in self.eos_ids or self.matcher.accept(tokens[count])):
+                count += 1
+            self._num_masked -= self._num_masked > 0
+        else:
+            end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
+            count = self.matcher.take(tokens[:end])
+            if count == end < len(tokens) and self._may_end(tokens[end]):
+                count += 1
+            if count < len(tokens):
+                self.mistrust()
+            else:
+                self._mistrust = max(1, self._mistrust // 2)
         self._num_before_eos -= count
+        self.is_trusted = not self._num_masked and not self.matcher.forced()
         return count
+
+    def mistrust(self) -> None:
+        """Have rounds with masks, since the target chose a token that is forbidden: more of them, the more often."""
+        self._num_masked = self._mistrust
+        self._mistrust = min(2 * self._mistrust, MOST_MASKED)
+
+    def _may_end(self, eos: int) -> bool:
+        mask = np.zeros(self._num_words, np.int32)
+        return self._fill(mask, 0) and is_allowed(mask, eos)
 
     def _rewind(self, tokens: Sequence[int] = ()) -> int:
         """Take back what the matcher is ahead, from where it is not `tokens`; return how many of them are left."""
