@@ -263,8 +263,52 @@ def test_greedy_choices_are_those_of_masks_where_text_is_forced(compiler):
     assert is_allowed(masks[0], usual[0]) and not is_allowed(masks[0], spelled[0])
 
 
+def test_tokens_that_no_mask_chose_are_checked(compiler):
+    """Up to the first that masks forbid, EOS included; the more are forbidden, the more rounds have masks."""
+
+    def after(regex, text, eos=()):
+        constraint = Constraint(compiler.compile(Grammar(regex=regex)).matcher(), {EOS}, compiler.eos_ids, NUM_WORDS)
+        return constraint, constraint.advance([*TOKENIZER.encode(text), *eos], is_masked=False)
+
+    for regex, text, eos, count in (
+        ("[a-c]{2,6}", "abca", (), 4),
+        ("[a-c]{2,6}", "abdc", (), 2),
+        ("[a-c]{2,6}", "abc", (EOS,), 4),
+        ("[a-c]{2,6}", "a", (EOS,), 1),
+        ("[a-c]{2}", "abc", (), 2),
+    ):
+        assert after(regex, text, eos)[1] == count, (regex, text, eos)
+    constraint, _ = after("[a-c]{2}xyz|[ab]{9}", "ab")
+    assert constraint.is_trusted and not after("[a-c]{2}xyz", "ab")[0].is_trusted, "xyz is forced"
+    constraint, rounds = after("[a-c]{200}", "a")[0], []
+    for _ in range(5):
+        assert constraint.advance([EOS], is_masked=False) == 0
+        rounds.append(0)
+        while not constraint.is_trusted:
+            assert constraint.advance(TOKENIZER.encode("b")) == 1
+            rounds[-1] += 1
+    assert rounds == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.matrix)], ids=["chain", "tree"])
+def test_greedy_text_is_that_of_masks_where_rounds_went_without(model, compiler, shape, lag):
+    """Requests are taken back to before a forbidden token, also while the round behind it runs."""
+    engine = engine_of(model, "eagle3", shape)
+    engine._core._lag = lag
+    for grammar in (GRAMMARS["json"], Grammar(regex='[a-zA-Z0-9{}:, "]+')):
+        expected = [plain_text(model, compiler.compile(grammar), prompt, 60) for prompt in PROMPTS]
+        assert engine.generate(PROMPTS, max_new_tokens=60, grammar=grammar).tokens == expected
+    facts = engine.report().grammar
+    assert facts["trusted_rounds"] > 3 and facts["undone"] > 1
+    engine.check_integrity()
+    engine.detach()
+
+
 def test_forced_tokens_are_looked_for_less_where_there_are_none(compiler):
-    constraint = Constraint(compiler.compile(Grammar(regex="[a-c]{9}777")).matcher(), {EOS}, compiler.eos_ids, NUM_WORDS)
+    constraint = Constraint(
+        compiler.compile(Grammar(regex="[a-c]{9}777")).matcher(), {EOS}, compiler.eos_ids, NUM_WORDS
+    )
     looked, library, counts = [], constraint.matcher.forced, []
     constraint.matcher.forced = lambda: looked.append(True) or library()
     for _ in range(10):
@@ -337,7 +381,7 @@ def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compil
         tokens = [0, *(t if isinstance(t, int) else TOKENIZER.encode(t)[0] for t in draft)]
         constraint.fill_tree(tokens, [0, *range(width - 1)][: len(tokens)], expected[i])
         constraint.fill_chain(tokens, masks[i])
-        other = Constraint(compiled.matcher(), eos, compiler.eos_ids)
+        other = Constraint(compiled.matcher(), eos, compiler.eos_ids, NUM_WORDS)
         other.advance(TOKENIZER.encode(text))
         assert constraint.advance(tokens[1:]) == other.advance(tokens[1:]), (text, draft)
     assert (masks == expected).all(), [

@@ -144,7 +144,8 @@ class Report:
     (recomputed_tokens);
     grammar: of rounds in which a request has a grammar: their number, mean ms that the host took for masks (mask_ms)
     and waited for drafts and choices (wait_ms), that the device waited for masks after its verification (late_ms), and
-    tokens that were drafted because grammars force them (forced_tokens); empty if there were none;
+    tokens that were drafted because grammars force them (forced_tokens); rounds without masks (trusted_rounds), and how
+    often one chose a forbidden token, so that a request was taken back (undone); empty if there were none;
     policy: with num_steps="auto", of each tier, a shape of rounds: rounds, mean ms and tokens of a request in one,
     tokens expected of the next one (expected_tokens), ms by batch in a short context (cost_ms); and how often the
     policy went over to another (switches, last_switches in words), tried another (probes), and had the draft take what
@@ -220,7 +221,8 @@ class Report:
             lines.append(f"preempted  {text.format(**self.preemption)}")
         if self.grammar:
             text = "{rounds} rounds: masks {mask_ms:.2f} ms, after {wait_ms:.2f} ms, {late_ms:.2f} ms late; "
-            lines.append(f"grammar    {(text + '{forced_tokens} tokens forced').format(**self.grammar)}")
+            text += "{forced_tokens} tokens forced; {trusted_rounds} rounds without masks, {undone} undone"
+            lines.append(f"grammar    {text.format(**self.grammar)}")
         if self.policy:
             text = "{switches} switches, {probes} probes, {catch_ups} catch-ups"
             lines.append(f"policy     {text.format(**self.policy)}")
