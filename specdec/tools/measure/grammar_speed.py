@@ -64,6 +64,7 @@ def _timed(engine: Engine, prompts: list[list[int]], new_tokens: int, schema: Ma
     row = {"tokens_per_s": len(prompts) * (new_tokens - 1) / seconds, "tau": out.stats.tau}
     row["round_ms"] = 1e3 * seconds * out.stats.tau / (new_tokens - 1)
     after = engine.report().grammar
-    forced = after.get("forced_tokens", 0) - before.get("forced_tokens", 0)
-    row["forced_per_token"] = forced / (REPEATS * len(prompts) * (new_tokens - 1))
+    counts = {name: after.get(name, 0) - before.get(name, 0) for name in ("forced_tokens", "trusted_rounds", "undone")}
+    row["forced_per_token"] = counts.pop("forced_tokens") / (REPEATS * len(prompts) * (new_tokens - 1))
+    row |= {name: count / REPEATS for name, count in counts.items()}
     return {name: round(value, 4) for name, value in (row | mask_costs(before, after)).items()}
