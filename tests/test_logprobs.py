@@ -73,9 +73,9 @@ def test_without_the_setting_there_are_none_and_lines_are_short():
     core, widths = engine._core, []
     post = core.mailbox.post
 
-    def watched(requests, packed, played):
+    def watched(requests, packed, *more):
         widths.append(packed.shape[1])
-        post(requests, packed, played)
+        post(requests, packed, *more)
 
     core.mailbox.post = watched
     out = engine.generate(ragged_prompts()[:1], max_new_tokens=9)
