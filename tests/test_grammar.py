@@ -427,6 +427,30 @@ def test_the_librarys_own_tokenizer_says_what_that_of_python_says():
             assert all(m.accept(token) for m in pair)
 
 
+def test_what_is_forced_at_the_beginning_is_read_once_for_all_texts(compiler):
+    """Also by texts that leave it, and come back to it or not; tokens that spell it otherwise leave it, too."""
+    library, rng = pytest.importorskip("specdec.reach.grammars.llguidance"), random.Random(0)
+    compiled = compiler.compile(Grammar(json={**SCHEMA, "description": "of this test alone"}))
+    lone = library.LLGMatcher(compiled.matcher().library, None)
+    masks, spelled = np.zeros((2, NUM_WORDS), np.int32), TOKENIZER.convert_tokens_to_ids(list('{"'))
+    for start in ([], [], spelled, []):
+        pair, text = (compiled.matcher(), lone), []
+        while len(text) < 20:
+            assert pair[0].forced() == pair[1].forced()
+            assert pair[0].fill(masks[0]) == pair[1].fill(masks[1]) and (masks[0] == masks[1]).all()
+            allowed = [t for t in range(VOCAB) if is_allowed(masks[0], t) and t != EOS] or [0]
+            token = start[len(text)] if len(text) < len(start) else rng.choice(allowed)
+            if not all([m.accept(token) for m in pair]):
+                break
+            text.append(token)
+            if rng.random() < 0.2:
+                assert all(m.rollback(1) is None for m in pair)
+                text.pop()
+        lone.rollback(len(text))
+        assert len(text) > 3
+    assert min(compiled._beginning) == 1 < len(compiled._beginning) < 20
+
+
 def test_a_request_may_have_other_eos_ids(compiler):
     constraint = Constraint(compiler.compile(Grammar(regex="a+")).matcher(), {7, 40}, compiler.eos_ids, NUM_WORDS)
     constraint.advance(TOKENIZER.encode("a"))

@@ -34,7 +34,7 @@ class Matcher(Protocol):
         """Take back the last `num` tokens."""
 
     def forced(self) -> list[int]:
-        """Return the tokens that the grammar's only continuation is usually written with; none if there are several."""
+        """Return the usual tokens of the grammar's only continuation, all of which it takes; none if it has several."""
 
     @property
     def error(self) -> str:
@@ -111,7 +111,7 @@ class Constraint:
             if parents[node] == path[-1] and tokens[node] == choices[path[-1]]:
                 path.append(node)
         chosen = [choices[node] for node in path]
-        end = next((i for i, token in enumerate(chosen) if token in self._ends), len(chosen))
+        end = _end(chosen, self._ends)
         num_allowed = self._follow(chosen[:end])
         if num_allowed == len(chosen):
             return False
@@ -148,7 +148,7 @@ class Constraint:
             return self.fill_tree(tokens, [0, *range(len(tokens) - 1)], masks)
         self._rewind()
         drafts = list(tokens[1:])
-        end = next((i for i, token in enumerate(drafts) if token in self._ends), len(drafts))
+        end = _end(drafts, self._ends)
         taken = self.matcher.fill_chain(drafts[:end], masks)
         self._ahead = drafts[:taken]
 
@@ -163,7 +163,7 @@ class Constraint:
                 count += 1
             self._num_masked -= self._num_masked > 0
         else:
-            end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
+            end = _end(tokens, self.eos_ids)
             count = self.matcher.take(tokens[:end])
             if count == end < len(tokens) and self._may_end(tokens[end]):
                 count += 1
@@ -221,22 +221,16 @@ class Constraint:
             self._rest -= 1
             return []
         forced = self.matcher.forced()[:num_steps]
-        taken = next((i for i, token in enumerate(forced) if not self.matcher.accept(token)), len(forced))
-        if taken:
-            self.matcher.rollback(taken)
-        self._unforced = 0 if taken else self._unforced + 1
+        self._unforced = 0 if forced else self._unforced + 1
         self._rest = min(self._unforced, MOST_REST)
-        return forced[:taken]
+        return forced
 
     def fill_next(self, forced: Sequence[int], mask: np.ndarray) -> None:
-        """Write what may follow `forced` tokens to mask [W]."""
-        for token in forced:
-            self.matcher.accept(token)
+        """Write what may follow `forced` tokens to mask [W]; the matcher stays ahead by them."""
+        self._follow(forced)
         if not self._fill(mask, len(forced)):
             mask.fill(-1)
-        if forced:
-            self.matcher.rollback(len(forced))
-        else:
+        if not forced:
             self._next = mask.copy()
 
     def _fill(self, mask: np.ndarray, depth: int) -> bool:
@@ -258,6 +252,11 @@ class Constraint:
             for ids, is_set in zip(self._foreign, (False, True), strict=True):
                 for token in ids:
                     _set(mask, token, is_set)
+
+
+def _end(tokens: Sequence[int], ends: Set[int]) -> int:
+    """Return where the first of `ends` is in `tokens`, their number if none is."""
+    return len(tokens) if ends.isdisjoint(tokens) else next(i for i, token in enumerate(tokens) if token in ends)
 
 
 def _children(parents: Sequence[int]) -> list[list[int]]:

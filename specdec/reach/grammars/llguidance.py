@@ -74,16 +74,19 @@ class Compiled:
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher
+        self._beginning: dict[int, list[int]] = {}
 
     def matcher(self) -> "LLGMatcher":
-        return LLGMatcher(self._matcher.deep_copy())
+        return LLGMatcher(self._matcher.deep_copy(), self._beginning)
 
 
 class LLGMatcher:
-    """See `specdec.core.grammar.matcher.Matcher`."""
+    """See `specdec.core.grammar.matcher.Matcher`. beginning: what is forced at each place of a text, as far as it all
+    is: the same for all texts of a grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher):
+    def __init__(self, matcher: llguidance.LLMatcher, beginning: dict[int, list[int]] | None):
         self.library = matcher
+        self._beginning = beginning
         self._forced: list[list[int] | None] = [None]  # after every token that it has taken; None: not known
 
     def fill(self, mask: np.ndarray) -> bool:
@@ -99,16 +102,22 @@ class LLGMatcher:
         return not self.library.is_stopped() or (not self.library.is_error() and bool(np.count_nonzero(mask)))
 
     def accept(self, token: int) -> bool:
-        is_taken = self.library.try_consume_tokens([token]) == 1
-        if is_taken:
-            known = self._forced[-1]
-            self._forced.append(known[1:] if known and known[0] == token and len(known) > 1 else None)
-        return is_taken
+        if self.library.try_consume_tokens([token]) != 1:
+            return False
+        known = self._forced[-1]
+        if known and known[0] == token:
+            self._forced.append(known[1:] or None)
+        else:
+            self._forced.append(None)
+            self._beginning = None
+        return True
 
     def take(self, tokens: Sequence[int]) -> int:
         # Where text is forced, masks allow its canonical tokens only; the library accepts any tokenization of it.
         for count, token in enumerate(tokens):
-            forced = self.forced()
+            forced = self._forced[-1]
+            if forced is None:
+                forced = self.forced()
             if (forced and forced[0] != token) or not self.accept(token):
                 return count
         return len(tokens)
@@ -131,7 +140,11 @@ class LLGMatcher:
         # One token after another: a forced text is read once, which takes as long as a mask.
         known = self._forced[-1]
         if known is None:
-            known = self._forced[-1] = self.library.compute_ff_tokens()
+            place = len(self._forced)
+            shared = {} if self._beginning is None else self._beginning
+            if place not in shared:
+                shared[place] = self.library.compute_ff_tokens()
+            known = self._forced[-1] = shared[place]
         return known
 
     @property

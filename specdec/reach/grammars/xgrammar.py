@@ -95,4 +95,7 @@ class XGMatcher:
 
     def forced(self) -> list[int]:
         text = self._matcher.find_jump_forward_string()
-        return self._encode(text) if text else []
+        forced = self._encode(text) if text else []
+        if taken := self.take(forced):
+            self.rollback(taken)
+        return forced[:taken]
