@@ -140,11 +140,13 @@ class LLGMatcher:
         # One token after another: a forced text is read once, which takes as long as a mask.
         known = self._forced[-1]
         if known is None:
-            place = len(self._forced)
-            shared = {} if self._beginning is None else self._beginning
-            if place not in shared:
-                shared[place] = self.library.compute_ff_tokens()
-            known = self._forced[-1] = shared[place]
+            place, shared = len(self._forced), self._beginning
+            known = shared.get(place) if shared else None
+            if known is None:
+                known = self.library.compute_ff_tokens()
+                if shared is not None:
+                    shared[place] = known
+            self._forced[-1] = known
         return known
 
     @property
