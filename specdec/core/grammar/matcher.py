@@ -70,7 +70,7 @@ class Constraint:
     a text that is complete earlier cannot go on.
 
     is_trusted: whether its next greedy tokens may be chosen without masks and checked once they are here: the grammar
-    forces none, and the target has not chosen what it forbids of late.
+    does not force several, and the target has not chosen what it forbids of late.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Constraint:
             else:
                 self._mistrust = max(1, self._mistrust // 2)
         self._num_before_eos -= count
-        self.is_trusted = not self._num_masked and not self.matcher.forced()
+        self.is_trusted = not self._num_masked and not self.is_forced
         return count
 
     def mistrust(self) -> None:
