@@ -115,12 +115,14 @@ class Launcher:
         self.tiers.note_admission()
 
     def rewind(self, requests: Sequence[Request]) -> None:
-        """Take `requests` back to the text that the host knows. K/V up to there is theirs; the states of the draft are
-        not, so it may propose less for a round."""
+        """Take `requests` back to the text that the host knows. K/V and history up to there are theirs; the states of
+        the draft are not, so it may propose less for a round."""
         for request in requests:
             request.rewind()
         write_requests(self._state, self._slot_tables, requests, pack_requests(requests), self.program.ops)
-        write_texts(self._state, requests)
+        last = np.array([[r.row, r.tokens[-1]] for r in requests], dtype=np.int64)
+        rows, roots = copy_to(self._device, last.T.copy())
+        self._state.roots.index_copy_(0, rows, roots)
         assert self.feed is not None
         self.feed.num_undone += len(requests)
 

@@ -33,6 +33,7 @@ class BenchGrammar(OnTarget, Recorded):
     max_new_tokens: int = option("Tokens to emit at most.", 160)
     seconds: float = option("Of each shape, batch and temperature; schemas not reached by then are left out.", 1e9)
     library: str = option("auto, llguidance or xgrammar.", "auto")
+    bits: bool = option("Compare logits' bits, too; without that, greedy rounds may go without masks.", True)
     new_tokens: int = option("Tokens of a text that is timed; 0: none is.", 0, min=0)
     random: str | None = option("Random weights of a named shape such as 8b, with the target's tokenizer; only timed.")
 
@@ -40,7 +41,7 @@ class BenchGrammar(OnTarget, Recorded):
         shapes = [DraftShape.parse(text) for text in listed(self.shape, "3:1:4,4:4:16")]
         batches = numbers("batches", self.batches, 1) or (8,)
         temperatures = [float(text) for text in listed(self.temperature, "0,1")]
-        plan = grammar.Plan(shapes, batches, temperatures, self.max_new_tokens, self.seconds, self.library)
+        plan = grammar.Plan(shapes, batches, temperatures, self.max_new_tokens, self.seconds, self.library, self.bits)
         model, tokenizer = self.load()
         draft: tuple[Any, str | None] = draft_of(self.draft)
         if self.draft == "shipped":

@@ -31,7 +31,8 @@ COMPILING_THREADS = 4
 class Plan:
     """What is checked: every shape, batch and temperature; plain rounds first, in the largest batch.
 
-    seconds: of each of them; what is not reached by then is left out. library: of `EngineConfig.grammar`.
+    seconds: of each of them; what is not reached by then is left out. library: of `EngineConfig.grammar`. has_bits:
+    compare logits' bits, too, for which all rounds have masks.
     """
 
     shapes: Sequence[DraftShape]
@@ -40,6 +41,7 @@ class Plan:
     max_new_tokens: int
     seconds: float = float("inf")
     library: str = "auto"
+    has_bits: bool = True
 
 
 def run(
@@ -48,7 +50,8 @@ def run(
     """Yield the rows of every shape, batch and temperature of `plan`. settings: of every engine."""
     longest, most = max(len(case.prompt) for case in cases) + plan.max_new_tokens, max(plan.batches)
     common: Row = {"max_seq_len": longest, "max_batch": most, "tokenizer": tokenizer, "grammar": plan.library}
-    common |= {"graph_batches": tuple(sorted({*plan.batches})), "digests": True, "max_prefill_tokens": 2048, **settings}
+    common |= {"graph_batches": tuple(sorted({*plan.batches})), "digests": plan.has_bits}
+    common |= {"max_prefill_tokens": 2048, **settings}
     plain: list[RequestOutput] = []
     grammars: list[CompiledGrammar] = []
     for shape in (DraftShape(), *plan.shapes):
@@ -71,7 +74,7 @@ def run(
                         are_equal = [_is_plain(model, g, o) for g, o in zip(grammars, out, strict=False)]
                         row |= {"compared": len(out), "equal": sum(are_equal)}
                     elif temperature == 0:
-                        row |= _compared(out, plain)
+                        row |= _compared(out, plain, ("equal", "same_bits") if plan.has_bits else ("equal",))
                     yield row
 
 
@@ -98,11 +101,11 @@ def _answers(
         return [out for out in found if out is not None]
 
 
-def _compared(out: Sequence[RequestOutput], plain: Sequence[RequestOutput]) -> Row:
+def _compared(out: Sequence[RequestOutput], plain: Sequence[RequestOutput], names: Sequence[str]) -> Row:
     """Return how many texts are those of plain rounds, and were chosen from logits of the same bits."""
     pairs = list(zip(out, plain, strict=False))
-    equal, same_bits = (sum(getattr(a, n) == getattr(b, n) for a, b in pairs) for n in ("tokens", "digests"))
-    return {"compared": len(pairs), "equal": equal, "same_bits": same_bits}
+    counts = (sum(getattr(a, n) == getattr(b, n) for a, b in pairs) for n in ("tokens", "digests"))
+    return {"compared": len(pairs), **dict(zip(names, counts, strict=False))}
 
 
 def _verdict(out: Sequence[RequestOutput], cases: Sequence[Case]) -> Row:
@@ -120,6 +123,7 @@ def _costs(out: Sequence[RequestOutput], before: Row, after: Row, seconds: float
     rounds = sum(len(o.round_lens) for o in out)
     costs = {"tau": (tokens - len(out)) / max(rounds, 1), "seconds": seconds, "tokens_per_s": tokens / seconds}
     costs |= {"forced_per_token": (after["forced_tokens"] - before.get("forced_tokens", 0)) / tokens}
+    costs |= {name: after[name] - before.get(name, 0) for name in ("trusted_rounds", "undone")}
     return {name: round(value, 3) for name, value in (costs | mask_costs(before, after)).items()}
 
 
