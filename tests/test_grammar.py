@@ -278,6 +278,9 @@ def test_tokens_that_no_mask_chose_are_checked(compiler):
         ("[a-c]{2}", "abc", (), 2),
     ):
         assert after(regex, text, eos)[1] == count, (regex, text, eos)
+    constraint, _ = after("[a-c]{2,6}", "a")
+    constraint.foresee([0, *TOKENIZER.encode("bc")], [0, 0, 1])  # of a round whose results were dropped
+    assert constraint.advance(TOKENIZER.encode("bcabd"), is_masked=False) == 4
     constraint, _ = after("[a-c]{2}xyz|[ab]{9}", "ab")
     assert constraint.is_trusted and not after("[a-c]{2}xyz", "ab")[0].is_trusted, "xyz is forced"
     constraint, rounds = after("[a-c]{200}", "a")[0], []

@@ -156,7 +156,7 @@ class Constraint:
         """Take emitted tokens, up to EOS; return how many the grammar allows. is_masked: they were chosen under masks,
         so that there are fewer at a dead end only, see `error`."""
         self._next = None
-        count = self._rewind(tokens)
+        count = self._rewind(tokens if is_masked else ())
         self._ahead = []
         if is_masked:
             while count < len(tokens) and (tokens[count] in self.eos_ids or self.matcher.accept(tokens[count])):
