@@ -110,9 +110,7 @@ def _cell(
     tiers = engine._attached().launcher.tiers
     names, fixed = list(map(str, tiers.shapes)), {}
     if len(taus) < 2:
-        _run(
-            engine, prompts, batch, grid, taus
-        )  # the policy comes from the cell before: what it needs to settle is no part
+        _run(engine, prompts, batch, grid, taus)  # not counted: the policy comes from the cell before, and settles
     before = _rounds(engine)
     for i, name in [(None, AUTO), *enumerate(names)]:
         tiers.fixed = i
