@@ -126,10 +126,9 @@ def _constraints(
 
 def _constraint(core: Core, grammar: Any, eos: frozenset[int], law: SamplingParams) -> Constraint:
     compiled = compile_grammar(core, grammar)
-    assert core.grammars is not None
-    assert core.launcher.feed is not None
-    num_words = core.launcher.feed.num_words
-    return Constraint(compiled.matcher(), eos, core.grammars.eos_ids, num_words, law.min_new_tokens)
+    feed = core.launcher.feed
+    assert core.grammars is not None and feed is not None
+    return Constraint(compiled.matcher(), eos, core.grammars.eos_ids, feed.num_words, law.min_new_tokens)
 
 
 def _refuse_two_laws(settings: dict[str, Any]) -> None:

@@ -178,7 +178,8 @@ class Core:
             self.scheduler.admit()
 
     def _undo(self) -> None:
-        """Have requests go on behind what their grammars allow; what is on its way for them is behind that."""
+        """Take requests back to before the first token that their grammar forbids; results that are still on their way
+        for them are dropped."""
         if self.delivery.undone:
             self.delivery.read(0)
             self.launcher.rewind([r for r in self.delivery.undone if r.is_running])

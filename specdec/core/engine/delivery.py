@@ -65,23 +65,21 @@ class Delivery:
             count = request.constraint.advance(tokens, is_masked)
         if count:
             request.take(tokens[:count], emitted.logprobs[:count], emitted.digests[:count])
-        is_undone = False
         if count < len(tokens) and request.finish_reason is None:
-            is_undone = not is_masked
-            if is_undone:
-                self.undone.append(request)
-            else:
+            if is_masked:
                 _end_dead(request)
+            else:
+                self.undone.append(request)
         if emitted.is_invalid and request.finish_reason is None:
             self._end_invalid(request)
         if is_round:
             for stats in (request.acceptance, self.acceptance):
                 stats.add(len(request.tokens) - num_before)
             request.round_lens.append(len(request.tokens) - num_before)
-        # Stop strings, which only text shows, and dead ends are what the device does not see.
+        # Stop strings, which only text shows, dead ends and forbidden tokens are what the device does not see.
         is_over, reason = request.finish_reason is not None, request.finish_reason
-        is_known = is_over == emitted.is_finished or is_undone
-        assert is_known or reason in ("stop_string", "dead_end"), "host and device disagree"
+        is_unseen = reason in ("stop_string", "dead_end") or request in self.undone
+        assert is_unseen or is_over == emitted.is_finished, "host and device disagree"
 
     def _end_invalid(self, request: Request) -> None:
         """End a request after whose text the target's logits are not finite."""

@@ -69,8 +69,8 @@ class Launcher:
         self._context = parts.context
         self._device = parts.target.device
         config = parts.config
-        tells = config.logprobs is not None or config.digests  # what masked logits say
-        self._may_trust = not self._states and not tells and config.synthetic_acceptance is None
+        reports_logits = config.logprobs is not None or config.digests  # those under masks
+        self._may_trust = not self._states and not reports_logits and config.synthetic_acceptance is None
         self.program = Round(parts)
         self.feed = parts.feed
         rewrite_row(parts.state, parts.tables, parts.ops, parts.config.dummy_row)

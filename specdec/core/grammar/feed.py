@@ -145,7 +145,7 @@ class MaskFeed:
         own.fill(-1)  # torch's own would wake threads
         is_late = self._lateness(2)
         for constraint, i in found:
-            forced[i] = constraint.forced(num_steps, may_rest=is_late())
+            forced[i] = constraint.forced(num_steps)
         first = self._num_rounds % max(len(found), 1)  # where there is no time for all, they take turns
         for constraint, i in (*found[first:], *found[:first]):
             if self._is_free or is_late():

@@ -10,7 +10,6 @@ import numpy as np
 
 from specdec.core.grammar.grammar import Grammar
 
-MOST_REST = 3  # rounds in which nobody looks for forced tokens, after rounds that had none
 MOST_MASKED = 16  # rounds with masks after a token that the target chose and the grammar forbids
 
 
@@ -87,7 +86,6 @@ class Constraint:
         self._ends = {*eos_ids, *library_eos}
         self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
         self._next: np.ndarray | None = None  # the mask of what may follow its text, once it is known
-        self._unforced = self._rest = 0  # rounds without forced tokens, and those that nobody looks for some
 
     def foresee(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
         """Follow a tree [D] along each node's first child, so that less is left to do once choices are known."""
@@ -214,16 +212,10 @@ class Constraint:
         """Whether several tokens are forced after what its matcher has taken."""
         return len(self.matcher.forced()) > 1
 
-    def forced(self, num_steps: int, may_rest: bool = False) -> list[int]:
-        """Return up to `num_steps` tokens that the grammar forces. may_rest: look less often where it forces none."""
+    def forced(self, num_steps: int) -> list[int]:
+        """Return up to `num_steps` tokens that the grammar forces."""
         self._rewind()
-        if may_rest and self._rest > 0:
-            self._rest -= 1
-            return []
-        forced = self.matcher.forced()[:num_steps]
-        self._unforced = 0 if forced else self._unforced + 1
-        self._rest = min(self._unforced, MOST_REST)
-        return forced
+        return self.matcher.forced()[:num_steps]
 
     def fill_next(self, forced: Sequence[int], mask: np.ndarray) -> None:
         """Write what may follow `forced` tokens to mask [W]; the matcher stays ahead by them."""

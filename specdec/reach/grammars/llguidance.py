@@ -115,9 +115,7 @@ class LLGMatcher:
     def take(self, tokens: Sequence[int]) -> int:
         # Where text is forced, masks allow its canonical tokens only; the library accepts any tokenization of it.
         for count, token in enumerate(tokens):
-            forced = self._forced[-1]
-            if forced is None:
-                forced = self.forced()
+            forced = self.forced()
             if (forced and forced[0] != token) or not self.accept(token):
                 return count
         return len(tokens)
