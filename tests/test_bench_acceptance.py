@@ -101,9 +101,7 @@ def test_second_turns_follow_own_answers(folder):
 
 def request(prompt: int, lens: list[int]) -> RequestOutput:
     """A request of `prompt` tokens whose rounds emitted `lens` tokens after the prefill's one."""
-    stats = AcceptanceStats()
-    for length in lens:
-        stats.add(length)
+    stats = AcceptanceStats().add(lens)
     ids = [3] * (1 + sum(lens))
     return RequestOutput([3] * prompt, ids, "", "length", stats, 0.0, 0.0, round_lens=lens)
 

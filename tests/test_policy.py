@@ -103,19 +103,51 @@ def test_measured_times_correct_the_table(wrong):
         assert over_plain >= 0.98 and over_best >= 0.96, (over_plain, over_best)
 
 
-def test_a_switch_needs_two_decisions_and_a_stay():
-    policy, chosen = Policy(SHAPES, table()), []
-    for number in range(40):
-        chosen.append(policy.choose(32, 512))
-        policy.note(chosen[-1], [1 if number != 3 else 4] * 32)
-    assert chosen == [1] * (STAY + 1) + [0] * (39 - STAY), "however bad it is"
-    policy, chosen = Policy(SHAPES, table()), []
-    for number in range(32):
-        chosen.append(policy.choose(32, 512))
-        policy.note(chosen[-1], [4 if number < 30 and number != 20 else 1] * 32)
-    assert chosen == [1] * 32, "one bad round is none"
-    assert policy.choose(32, 512) == 0 and policy.num_switches == 2
-    assert policy.switches[-1].startswith("round 33: 3:1:4 (") and "better in two" in policy.switches[-1]
+def test_a_switch_of_few_requests_needs_two_decisions_and_a_stay():
+    """Here only the short chain and plain decoding pay."""
+    costs = table({1: (4.2, 4.95, 60.0)}, long=1.0)
+    policy, chosen = Policy(SHAPES, costs), []
+    for _ in range(40):
+        chosen.append(policy.choose(1, 512))
+        policy.note(chosen[-1], [1])
+    assert STAY < chosen.index(0) < 2 * STAY, "however bad it is"
+    assert not any(chosen[chosen.index(0) :])
+    policy, chosen = Policy(SHAPES, costs), []
+    while 0 not in chosen:
+        chosen.append(policy.choose(1, 512))
+        policy.note(chosen[-1], [4 if len(chosen) < 31 and len(chosen) != 20 else 1])
+    assert 33 <= len(chosen) < 40 and policy.num_switches == 2, "one bad round is none"
+    assert policy.switches[-1].startswith(f"round {len(chosen)}: 3:1:4 (") and "better in two" in policy.switches[-1]
+
+
+def test_many_requests_switch_after_a_round():
+    policy = Policy(SHAPES, table())
+    chosen = [policy.choose(32, 512) for _ in range(6) if policy.note(1, [4] * 32) is None]
+    policy.note(1, [1] * 32)
+    assert chosen == [1] * 6 and policy.choose(32, 512) == 0
+
+
+def test_chains_share_what_they_learn():
+    """A short chain that is played tells what a long one would accept, whatever that was when it was tried last."""
+    chains = Shape(0, 1, 1), Shape(1, 1, 2), Shape(5, 1, 6)
+    policy = Policy(chains, table({32: (5.0, 5.5, 8.0)}, long=1.0))
+    for lens in (1, 2):
+        for _ in range(60):
+            played = policy.choose(32, 512)
+            policy.note(played, [1 if lens == 1 else chains[played].num_steps + 1] * 32)
+    assert policy.index == 2 and policy.expected(2) > 5.5
+
+
+def test_a_trial_of_a_tree_while_acceptance_changes_is_one_of_many():
+    policy = Policy(SHAPES, table())
+    for _ in range(20):
+        policy.note(1, [3] * 64)
+    for _ in range(30):
+        policy.note(2, [6] * 64)  # as good as can be, which the model did not let expect
+        policy.note(1, [3] * 64)
+    good = policy.expected(2)
+    policy.note(2, [1] * 64)
+    assert 0.9 * good < policy.expected(2) < good
 
 
 def test_a_slight_lead_that_lasts_is_followed():

@@ -1,6 +1,7 @@
 """The one definition of acceptance length and related metrics, used by the engine, the benches and the trainer."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -14,7 +15,7 @@ def acceptance_length(num_emitted: int, num_rounds: int) -> float:
 
 @dataclass
 class AcceptanceStats:
-    """Counts of verify rounds. The engine adds every finished round; nothing else writes here.
+    """Counts of verify rounds of a request, or of many.
 
     accepted_at[j]: rounds in which draft position j was accepted and kept (unconditional; non-increasing in j).
     """
@@ -23,15 +24,16 @@ class AcceptanceStats:
     num_emitted: int = 0
     accepted_at: list[int] = field(default_factory=list)
 
-    def add(self, accept_len: int) -> None:
-        """Count a round that emitted `accept_len` tokens, bonus included, after trimming."""
-        self.num_rounds += 1
-        self.num_emitted += accept_len
-        num_drafts = accept_len - 1
-        while len(self.accepted_at) < num_drafts:
-            self.accepted_at.append(0)
-        for j in range(num_drafts):
-            self.accepted_at[j] += 1
+    def add(self, accept_lens: Iterable[int]) -> "AcceptanceStats":
+        """Count rounds that emitted `accept_lens` tokens, bonus included, after trimming; return this."""
+        for accept_len, count in Counter(accept_lens).items():
+            self.num_rounds += count
+            self.num_emitted += count * accept_len
+            num_drafts = accept_len - 1
+            self.accepted_at += [0] * (num_drafts - len(self.accepted_at))
+            for j in range(num_drafts):
+                self.accepted_at[j] += count
+        return self
 
     def merge(self, others: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
         """Return the sum of this and `others`."""

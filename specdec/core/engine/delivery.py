@@ -44,18 +44,20 @@ class Delivery:
             finally:
                 request.notify()
         if results.played is not None:
+            self.acceptance.add(results.lens)
             self._tiers.end(results.played, results.requests)
 
     def _hand_over_or_end(self, request: Request, row: list[int], results: Results) -> None:
         try:
-            self.hand_over(request, row, results.played is not None, results.is_masked)
+            count = self.hand_over(request, row, results.played is not None, results.is_masked)
+            results.lens.append(count)
         except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
             request.failure, request.finish_reason = failure_of(error), "error"
             if not isinstance(error, Exception):
                 raise
 
-    def hand_over(self, request: Request, row: list[int], is_round: bool, is_masked: bool = True) -> None:
-        """Give a running request what it emitted in one launch."""
+    def hand_over(self, request: Request, row: list[int], is_round: bool, is_masked: bool = True) -> int:
+        """Give a running request what it emitted in one launch; return how many tokens it took."""
         emitted = unpack(row, self._config.logprobs, self._config.digests)
         assert emitted.tokens, "a running request emitted nothing: host and device disagree on who runs"
         request.num_certain += len(emitted.tokens) - 1
@@ -72,14 +74,14 @@ class Delivery:
                 self.undone.append(request)
         if emitted.is_invalid and request.finish_reason is None:
             self._end_invalid(request)
+        num_taken = len(request.tokens) - num_before
         if is_round:
-            for stats in (request.acceptance, self.acceptance):
-                stats.add(len(request.tokens) - num_before)
-            request.round_lens.append(len(request.tokens) - num_before)
+            request.round_lens.append(num_taken)
         # Stop strings, which only text shows, dead ends and forbidden tokens are what the device does not see.
         is_over, reason = request.finish_reason is not None, request.finish_reason
         is_unseen = reason in ("stop_string", "dead_end") or request in self.undone
         assert is_unseen or is_over == emitted.is_finished, "host and device disagree"
+        return num_taken
 
     def _end_invalid(self, request: Request) -> None:
         """End a request after whose text the target's logits are not finite."""

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +15,8 @@ class Results:
     """Results of one launch, being copied to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished.
 
     played: the round, None for first tokens. is_masked: whether grammars masked the logits, if there are some.
-    num_read: requests that have their tokens already, counted by the caller that hands them out.
+    num_read, lens: requests that have their tokens already, and how many tokens, counted by the caller that hands them
+    out.
     """
 
     requests: tuple[Request, ...]
@@ -24,6 +25,7 @@ class Results:
     played: Played | None
     is_masked: bool
     num_read: int = 0
+    lens: list[int] = field(default_factory=list)
 
 
 class Mailbox:

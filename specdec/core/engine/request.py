@@ -40,7 +40,7 @@ class Request:
     num_certain: least number of tokens it will have emitted once everything launched for it has come back.
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
-    round_lens: tokens that each verify round emitted, after trimming; the engine updates it along with `acceptance`.
+    round_lens: tokens that each verify round emitted, after trimming.
     logprobs: of each of `tokens`; None if the engine does not compute them. digests: the same, empty.
     constraint: its grammar, after `tokens`; None if it has none.
     on_change: what `notify` calls.
@@ -72,7 +72,6 @@ class Request:
     pieces: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     failure: BaseException | None = None
-    acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
     round_lens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     digests: list[int] = field(default_factory=list)
@@ -84,6 +83,11 @@ class Request:
     time_s: float | None = None
     _num_read: int = 0
     _text: str | None = None
+
+    @property
+    def acceptance(self) -> AcceptanceStats:
+        """What its rounds have accepted so far."""
+        return AcceptanceStats().add(self.round_lens)
 
     @property
     def is_running(self) -> bool:

@@ -23,9 +23,10 @@ class Scheduler:
     sharing: what of their prompts' K/V is there when they are admitted; looks_ahead: see `Sharing`.
     """
 
-    def __init__(self, slot_tables: SlotTables, tail_reserve: int, looks_ahead: int = 0):
+    def __init__(self, slot_tables: SlotTables, tail_reserve: int, looks_ahead: int = 0, round_width: int = 0):
         self.slot_tables = slot_tables
         self.tail_reserve = tail_reserve
+        self._round_width = round_width or tail_reserve  # tokens that a round emits, at most
         self.sharing = Sharing(slot_tables, looks_ahead)
         self.refill = max(1, slot_tables.max_batch // 16)
         self._num_held = 0  # rounds since a row has been held back
@@ -33,6 +34,9 @@ class Scheduler:
         self._has_deadlines = False
         self.preemption = {"preemptions": 0, "recomputed_tokens": 0}
         self._is_full = False  # the first in the queue found no pages, and none has been released since
+        self._are_prefilled = True  # all that run
+        self._grown: Sequence[Request] = ()  # those that have slots for `_num_safe` rounds more
+        self._num_safe = 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.admitted: list[Request] = []  # of `running`, whose constants are not on the device yet
@@ -102,6 +106,7 @@ class Scheduler:
             self.preemption["recomputed_tokens"] += (request.num_to_prefill - num_cached) * bool(request.num_preempted)
             self.admitted.append(request)
             self.running.append(request)  # from here on it owns the row, whatever happens; see `repair`
+            self._are_prefilled = False
             del self.waiting[num_passed]
             self.sharing.begin(request)
 
@@ -111,12 +116,17 @@ class Scheduler:
     def grow(self, requests: Sequence[Request], ahead: int) -> bool:
         """Let running `requests` have slots for all that a round may write, and some more while there are; False, with
         nothing changed, if there are not so many. ahead: tokens that they may have emitted beside those known here."""
+        if self._num_safe and requests == self._grown:
+            self._num_safe -= 1
+            return True
         tables, needs = self.slot_tables, {}
         for r in requests:
             assert r.row is not None
             certain = self.slots_needed(len(r.prompt_ids) + len(r.tokens) - 1, ahead)
             needs[r.row] = min(certain, self._most_slots(r)), self._most_slots(r)
         if all(tables.num_slots(row) >= need for row, (need, _) in needs.items()):
+            spare = [tables.num_slots(row) - need for row, (need, most) in needs.items() if need < most]
+            self._grown, self._num_safe = requests, min(spare, default=GROWTH) // self._round_width
             return True
         return any(  # all that will need more soon, so that it is seldom done
             tables.grow(
@@ -146,8 +156,11 @@ class Scheduler:
         First come, first served; where not all fit, prompts that half of it holds come first. Pieces that end their
         prompts are the first in the list. All have images, or none; an image that is seen as a whole is not cut.
         """
+        if self._are_prefilled:
+            return []
         rests = {r: r.num_to_stop for r in self.running if r.finish_reason is None}
         waiting = [r for r, rest in rests.items() if rest]
+        self._are_prefilled = not waiting
         waiting = [r for r in waiting if (r.embedded is None) == (waiting[0].embedded is None)]
         left = max_tokens // 2 if sum(rests.values()) > max_tokens else 0
         short: dict[Request, None] = {}
@@ -187,7 +200,7 @@ class Scheduler:
         row, request.row = request.row, None
         assert row is not None
         self.slot_tables.release(row)
-        self._is_full = False
+        self._is_full, self._num_safe = False, 0
 
     def forget_prefixes(self) -> None:
         """Keep no K/V of what was served, or is being served, for other requests."""
