@@ -226,6 +226,109 @@ def test_nan_beside_the_path_is_not_looked_at():
         assert got.tokens.tolist() == [[2, 5]] and not got.invalid.any()
 
 
+# --- walks down trees with a drawn path
+
+
+def random_spine(rng: random.Random, bs: int, num_steps: int) -> Tree:
+    """Trees whose first nodes of each depth are a path, as those of sampled requests; up to 3 more nodes a depth."""
+    more, rows = [rng.randrange(4) for _ in range(num_steps)], []
+    for _ in range(bs):
+        row = [(rng.randrange(VOCAB_SIZE), 0, 0)]
+        for depth, num in enumerate(more, 1):
+            above = [node for node, (_, _, own) in enumerate(row) if own == depth - 1]
+            for i in range(num + 1):
+                parent = above[0] if i == 0 else rng.choice(above[: 1 + rng.randrange(len(above))])
+                taken = {token for token, own, _ in row[1:] if own == parent}
+                row.append((rng.choice(sorted(set(range(VOCAB_SIZE)) - taken)), parent, depth))
+        rows.append(row)
+    tokens, parents, depths = torch.tensor(rows).permute(2, 0, 1).contiguous()
+    return Tree(tokens, parents, depths, torch.zeros_like(tokens))
+
+
+def same_spine(probs, laws, draft, num_steps, uniforms):
+    """What the kernels emit, which is what the twin does."""
+    got = OPS.verify_spine(probs, laws, draft, num_steps, uniforms)
+    same(got, verify.verify_spine(probs, laws, draft, num_steps, uniforms))
+    return got
+
+
+@settings(max_examples=40 if DEVICE == "cuda" else 8, deadline=None, derandomize=True)
+@given(SEEDS, st.integers(1, 8), st.integers(1, 6), st.integers(0, 2), st.sampled_from([0.1, 1.0, 9.0]))
+def test_walks_down_spines_equal_the_twin(seed, bs, num_steps, more_laws, apart):
+    """Laws of any mass, more of them than steps, near and far from the target's, forbidden tokens, broken ones."""
+    rng, g = random.Random(seed), generator(seed)
+    draft = random_spine(rng, bs, num_steps)
+    logits = agreeable_logits(rng, draft)
+    near = logits[:, torch.arange(num_steps + more_laws).clamp(max=logits.shape[1] - 1)]
+    laws = (2 * near + apart * torch.randn(near.shape, generator=g)).softmax(-1) * 3
+    logits[torch.rand(logits.shape, generator=g) < 0.2] = -math.inf
+    probs = (2 * logits).softmax(-1).nan_to_num(0.0)  # without mass where all tokens are forbidden
+    if seed % 4 == 0:
+        laws[0, 0] = (math.nan, math.inf, 0.0)[seed % 3]
+        laws[-1, -1, 3] = math.nan
+    uniforms = torch.rand(draft.tokens.shape, dtype=torch.float64, generator=g).to(DEVICE)
+    same_spine(probs.to(DEVICE), laws.to(DEVICE), on_device(draft), num_steps, uniforms)
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 3, 4])
+def test_a_spine_is_accepted_up_to_the_first_refusal(num_accepted):
+    """Siblings carry what is left of the law; past the spine, point masses of the whole law."""
+    nodes = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 1, 1, 3, 3, 5, 5], [0, 1, 1, 2, 2, 3, 3, 4, 4]]
+    tokens, parents, depths = (torch.tensor([row] * 2, device=DEVICE) for row in nodes)
+    draft = Tree(tokens, parents, depths, torch.zeros_like(tokens))
+    spine, siblings = torch.tensor([1, 3, 5, 7], device=DEVICE), torch.tensor([2, 4, 6, 8], device=DEVICE)
+    laws = torch.nn.functional.one_hot(spine, 5000).float().repeat(2, 1, 1)
+    probs = torch.zeros(2, 9, 5000, device=DEVICE)
+    probs[:, :, 4999] = 1
+    for step, node in enumerate((0, 1, 3, 5)):
+        probs[:, node] = 0
+        probs[:, node, (spine if step < num_accepted else siblings)[step]] = 1
+    got = same_spine(probs, laws, draft, 4, constant(0.5, 2, 9))
+    path = [0, *spine[:num_accepted].tolist(), *siblings[num_accepted : num_accepted + 1].tolist()]
+    assert got.accept_index[0].tolist() == path + [-1] * (5 - len(path))
+    assert got.tokens[1].tolist() == [*path[1:], 4999] + [-1] * (5 - len(path))
+
+
+@pytest.mark.parametrize("u", [0.3, BELOW_ONE])
+def test_a_spine_whose_law_is_the_targets_draws_from_the_law_if_rounding_rejects(u):
+    probs = torch.zeros(2, 3, 5000, device=DEVICE)
+    probs[..., [3, 4500]] = 0.5
+    zeros = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    tokens, depths = torch.tensor([[0, 3, 4500]] * 2, device=DEVICE), torch.tensor([[0, 1, 1]] * 2, device=DEVICE)
+    uniforms = constant(1.0, 2, 3)
+    uniforms[:, 0] = u
+    got = same_spine(probs, probs[:, :1].contiguous(), Tree(tokens, zeros, depths, zeros), 1, uniforms)
+    assert got.tokens[:, 0].tolist() == [3 if u < 0.5 else 4500] * 2
+
+
+@pytest.mark.parametrize("covers", [False, True])
+def test_siblings_that_are_all_that_is_left_may_be_refused_by_rounding_only(covers):
+    """The law left is of tokens 2 and 3; uniforms of 1 refuse everything, and the bonus is drawn from what is left."""
+    tokens = torch.tensor([[0, 1, 2, 3 if covers else 4]], device=DEVICE)
+    zeros, depths = torch.zeros_like(tokens), torch.tensor([[0, 1, 1, 1]], device=DEVICE)
+    probs, laws = torch.zeros(1, 4, 10, device=DEVICE), torch.zeros(1, 1, 10, device=DEVICE)
+    probs[..., 1:4], laws[..., 1] = torch.tensor([0.5, 0.25, 0.25], device=DEVICE), 1.0
+    uniforms = constant(1.0, 1, 4)
+    uniforms[:, 0] = 0.25
+    got = same_spine(probs, laws, Tree(tokens, zeros, depths, zeros), 1, uniforms)
+    assert got.accept_lens.tolist() == [1] and got.tokens[0, 0] == (2 if covers else 3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_a_broken_law_beside_a_spine_ends_its_request_alone(node, bad):
+    draft = line(3, 3)
+    probs = torch.nn.functional.one_hot((draft.tokens + 1) % 3, 5000).float()
+    laws = probs[:, :-1].contiguous()
+    healthy = same_spine(probs, laws, draft, 2, constant(0.5, 3, 3))
+    assert healthy.accept_lens.tolist() == [3] * 3
+    probs[1, node, slice(None) if bad == 0 else 4] = bad
+    got = same_spine(probs, laws, draft, 2, constant(0.5, 3, 3))
+    assert got.invalid.tolist() == [False, True, False] and got.accept_lens[1] == node + 1
+    for a, b in zip(got, healthy, strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
 # --- what is drawn after rejections
 
 

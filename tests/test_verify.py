@@ -16,7 +16,7 @@ from specdec.core.functional import spine
 from specdec.core.functional import tree as tree_of
 from specdec.core.functional.sampling import SamplingBatch, SamplingParams, process_logits, sample, uniform
 from specdec.core.functional.tree import Frontier, Tree, build, chain
-from specdec.core.functional.verify import VerifyOutput, decide_spine, trim, verify_chain, verify_greedy, verify_tree
+from specdec.core.functional.verify import VerifyOutput, trim, verify_chain, verify_greedy, verify_spine, verify_tree
 from tests.test_tree import grow
 
 VOCAB_SIZE = 7
@@ -199,8 +199,7 @@ def spine_round(law: Tensor, num_steps: int, topk: int, num_draft_tokens: int) -
         sizes = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps}
         tree = build(root, *made, torch.tensor(depths), **sizes)
         probs, used = law[tree.tokens], uniforms[:, :num_draft_tokens]
-        left = decide_spine(probs, torch.stack(laws, 1), tree, min(num_steps, num_draft_tokens - 1), used)
-        return verify_tree(left, tree, min(num_steps, num_draft_tokens - 1), used)
+        return verify_spine(probs, torch.stack(laws, 1), tree, min(num_steps, num_draft_tokens - 1), used)
 
     return run
 
@@ -437,6 +436,7 @@ def test_no_value_reaches_the_host() -> None:
         verify_greedy(logits, tree, 3),
         verify_tree(logits, tree, 3, uniforms),
         verify_chain(logits, logits[:, 1:], tree, uniforms),
+        verify_spine(logits, logits[:, 1:], tree, 3, uniforms),
     ):
         trimmed, _ = trim(verified, tree.tokens[0, :2], tree.tokens[:, 0])
         assert [tuple(field.shape) for field in trimmed] == [(4, 4), (4,), (4, 4), (4,)]

@@ -23,7 +23,7 @@ def _at(values, index, n):
 
 
 @triton.jit
-def _store_output(
+def store_output(
     path, tokens, is_usable, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W: tl.constexpr
 ):
     """Write a path (node at depth c, -1 past it) up to the first unusable law on it; the bonus comes later.
@@ -78,7 +78,7 @@ def _greedy_kernel(
         current = tl.where(child >= 0, child, current)
     bonus = tl.sum(tl.where(n == current, wanted, 0))
     is_finite = (logit == logit) & (tl.abs(logit) != float("inf"))
-    accept_len, invalid = _store_output(
+    accept_len, invalid = store_output(
         path, token, is_finite, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
     )
     tl.debug_barrier()  # the bonus takes the place of a -1 that another thread has stored
@@ -86,8 +86,37 @@ def _greedy_kernel(
 
 
 @triton.jit
-def _is_law(mass):
+def is_law(mass):
     return (mass > 0) & (mass < float("inf"))
+
+
+@triton.jit
+def walk_down(
+    path, current, first_step, at_parent, parent, total, u, is_draft, n, c, W: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Return path and last node of a walk that is at `current`, after steps first_step.. on point masses.
+
+    at_parent: the probability of each node's token in its parent's law; total: of each node's law; u: its number.
+    """
+    # Once no child is accepted, `current` stays, and its children are rejected again.
+    for step in range(first_step, W):
+        is_child = is_draft & (parent == current)
+        prob = tl.where(is_child, at_parent, 0.0)
+        before = tl.cumsum(prob) - prob  # of the siblings tried before each child
+        own_mass = tl.sum(tl.where(n == current, total, 0.0))
+        residual = tl.maximum(own_mass - before, 0.0)  # rounding: probability 0 is never accepted
+        child = tl.min(tl.where(is_child & (u * residual < prob), n, BLOCK_D))
+        path = tl.where((c == step) & (child < BLOCK_D), child, path)
+        current = tl.where(child < BLOCK_D, child, current)
+    return path, current
+
+
+@triton.jit
+def exclude(excluded, token, is_rejected):
+    """Write the tokens of the rejected nodes to a request's `excluded`; returns their number."""
+    rejected = is_rejected.to(tl.int32)
+    tl.store(excluded + tl.cumsum(rejected) - 1, token, mask=is_rejected)
+    return tl.sum(rejected)
 
 
 @triton.jit
@@ -120,26 +149,25 @@ def _tree_kernel(
     is_draft = is_node & (n > 0)
     at_parent = tl.load(probs + (request * D + parent) * V + token, mask=is_draft, other=0.0).to(tl.float64)
 
-    path = tl.where(c == 0, 0, -1)
-    current = 0
-    # Once no child is accepted, `current` stays, and its children are rejected again.
-    for step in range(1, W):
-        is_child = is_draft & (parent == current)
-        prob = tl.where(is_child, at_parent, 0.0)
-        before = tl.cumsum(prob) - prob  # of the siblings tried before each child
-        own_mass = tl.sum(tl.where(n == current, total, 0.0))
-        residual = tl.maximum(own_mass - before, 0.0)  # rounding: probability 0 is never accepted
-        child = tl.min(tl.where(is_child & (u * residual < prob), n, BLOCK_D))
-        path = tl.where((c == step) & (child < BLOCK_D), child, path)
-        current = tl.where(child < BLOCK_D, child, current)
-
-    is_rejected = is_draft & (parent == current)
-    num_rejected = tl.sum(is_rejected.to(tl.int32))
-    place = tl.cumsum(is_rejected.to(tl.int32)) - 1
-    tl.store(excluded + request * D + place, token, mask=is_rejected)
-    _store_output(path, token, _is_law(total), n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W)
+    root = tl.zeros([], tl.int32)
+    path, current = walk_down(tl.where(c == 0, 0, -1), root, 1, at_parent, parent, total, u, is_draft, n, c, W, BLOCK_D)
+    num_rejected = exclude(excluded + request * D, token, is_draft & (parent == current))
+    store_output(path, token, is_law(total), n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W)
     u_bonus = tl.sum(tl.where(n == 0, u, 0.0))
     note_draw(rows, scales, request, request * D + current, 0, num_rejected, 1.0, 0.0, u_bonus)
+
+
+@triton.jit
+def last_drawn(p, q, q_total, u, c, W: tl.constexpr):
+    """Return how many drawn tokens are accepted, one after the other, and the factor of the draft's law after them.
+
+    p, of a law, and q, of one whose total is q_total: of the token at depth c, 1..W-1, before which they stand.
+    """
+    is_draft = (c > 0) & (c < W)
+    is_accepted = is_draft & is_law(q_total) & (u * (q / tl.where(is_draft, q_total, 1.0)) < p)
+    last = tl.min(tl.where(is_accepted | (c == 0), W, tl.where(is_draft, c, W))) - 1
+    next_mass = tl.sum(tl.where(c == last + 1, q_total, 0.0))  # 0 behind the last draft: there nothing was proposed
+    return last, tl.where(is_law(next_mass), 1.0 / tl.where(is_law(next_mass), next_mass, 1.0), 0.0)
 
 
 @triton.jit
@@ -171,14 +199,11 @@ def _chain_kernel(
     p_total = tl.load(mass + request * W + c - 1, mask=is_draft, other=1.0)
     p = tl.load(probs + (request * W + c - 1) * V + token, mask=is_draft, other=0.0).to(tl.float64) / p_total
     q = tl.load(draft_probs + (request * (W - 1) + c - 1) * V + token, mask=is_draft, other=0.0).to(tl.float64)
-    is_accepted = is_draft & _is_law(q_total) & (u * (q / tl.where(is_draft, q_total, 1.0)) < p)
-    last = tl.min(tl.where(is_accepted | (c == 0), W, tl.where(is_draft, c, W))) - 1  # the deepest accepted node
+    last, next_scale = last_drawn(p, q, q_total, u, c, W)  # the deepest accepted node
     path = tl.where(c <= last, c, -1)
-    _store_output(path, token, _is_law(total), c, c, request, accept_index, accept_lens, out_tokens, out_invalid, W)
+    store_output(path, token, is_law(total), c, c, request, accept_index, accept_lens, out_tokens, out_invalid, W)
     law_mass = tl.sum(tl.where(c == last, total, 0.0))
-    next_mass = tl.sum(tl.where(c == last + 1, q_total, 0.0))  # 0 behind the last draft: there nothing was proposed
-    next_scale = tl.where(_is_law(next_mass), 1.0 / tl.where(_is_law(next_mass), next_mass, 1.0), 0.0)
-    law_scale = 1.0 / tl.where(_is_law(law_mass), law_mass, 1.0)
+    law_scale = 1.0 / tl.where(is_law(law_mass), law_mass, 1.0)
     u_bonus = tl.sum(tl.where(c == 0, u, 0.0))
     draft_row = request * (W - 1) + tl.minimum(last, W - 2)
     note_draw(rows, scales, request, request * W + last, draft_row, 0, law_scale, next_scale, u_bonus)
@@ -190,7 +215,7 @@ def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Ten
     Returns accept_index [bs, S+1], accept_lens [bs], tokens [bs, S+1], all int64, and invalid [bs] bool.
     """
     best, target = row_max(logits.flatten(0, 1))
-    verified, shape = _empty_output(tokens, num_steps)
+    verified, shape = empty_output(tokens, num_steps)
     _greedy_kernel[(tokens.shape[0],)](
         best, target, tokens.contiguous(), parents.contiguous(), *verified, **shape, num_warps=1
     )
@@ -204,8 +229,8 @@ def verify_tree(
 
     Returns as verify_greedy.
     """
-    verified, shape = _empty_output(tokens, num_steps)
-    probs, excluded, noted = probs.contiguous(), torch.empty_like(tokens), _empty_notes(tokens)
+    verified, shape = empty_output(tokens, num_steps)
+    probs, excluded, noted = probs.contiguous(), torch.empty_like(tokens), empty_notes(tokens)
     inputs = (tokens.contiguous(), parents.contiguous(), uniforms.contiguous())
     _tree_kernel[(tokens.shape[0],)](
         probs, masses(probs), *inputs, excluded, *noted, *verified, **shape, V=probs.shape[-1]
@@ -225,8 +250,8 @@ def verify_chain(
     probs [bs, S+1, V] and draft_probs [bs, S, V] float, tokens [bs, S+1] int64, uniforms [bs, S+1] float64.
     """
     width = tokens.shape[1]
-    verified, shape = _empty_output(tokens, width - 1)
-    probs, draft_probs, tokens, noted = (*(x.contiguous() for x in (probs, draft_probs, tokens)), _empty_notes(tokens))
+    verified, shape = empty_output(tokens, width - 1)
+    probs, draft_probs, tokens, noted = (*(x.contiguous() for x in (probs, draft_probs, tokens)), empty_notes(tokens))
     _chain_kernel[(tokens.shape[0],)](
         probs,
         masses(probs),
@@ -244,13 +269,13 @@ def verify_chain(
     return verified
 
 
-def _empty_notes(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_notes(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and scales for `note_draw`."""
     bs, device = tokens.shape[0], tokens.device
     return torch.empty(bs, 3, dtype=torch.int64, device=device), torch.empty(bs, 3, dtype=torch.float64, device=device)
 
 
-def _empty_output(tokens: torch.Tensor, num_steps: int) -> tuple[VerifyOutput, dict[str, int]]:
+def empty_output(tokens: torch.Tensor, num_steps: int) -> tuple[VerifyOutput, dict[str, int]]:
     (bs, num_nodes), width, device = tokens.shape, num_steps + 1, tokens.device
 
     def empty(*shape: int) -> torch.Tensor:

@@ -16,13 +16,17 @@ _FIELDS = tl.constexpr(4)  # of a block: mass of the law and of its residual, th
 
 @triton.jit
 def _weights(law, law_scale, draft, draft_scale, excluded, num_excluded, v, V: tl.constexpr, HAS_DRAFT: tl.constexpr):
-    """Return the law at tokens v and its residual: without the excluded tokens, or (law - draft)+. NaN counts as 0."""
+    """Return the law at tokens v and its residual, (law - draft)+ without the excluded tokens. NaN counts as 0.
+
+    Where a draft's law is subtracted and tokens are excluded, too, (law - draft)+, which has mass then, is the law.
+    """
     p = tl.load(law + v, mask=v < V, other=0.0).to(tl.float64) * law_scale
     p = tl.where(p > 0, p, 0.0)
     residual = p
     if HAS_DRAFT:
         q = tl.load(draft + v, mask=v < V, other=0.0).to(tl.float64) * draft_scale
         residual = tl.where(q > 0, tl.where(p > q, p - q, 0.0), p)
+        p = tl.where(num_excluded > 0, residual, p)
     for i in range(0, num_excluded):
         residual = tl.where(v == tl.load(excluded + i), 0.0, residual)
     return p, residual
@@ -199,16 +203,30 @@ def draw_bonus(
 
     probs [bs, n, V]; draft_probs: of the same V, if a draft's law is subtracted; excluded [bs, width]: tokens.
     """
+    parts = bonus_parts(probs, draft_probs, excluded, noted)
     bs, vocab = probs.shape[0], probs.shape[2]
     shape, slots = _blocks(vocab)
-    parts = _empty_parts(probs, bs, vocab, shape)
     _, accept_lens, tokens, invalid = verified
     inputs = (probs, probs if draft_probs is None else draft_probs, excluded, *noted, parts)
+    constants = {"V": vocab, "HAS_DRAFT": draft_probs is not None, "SLOTS": slots, **shape}
+    _bonus_kernel[(bs,)](*inputs, accept_lens, invalid, tokens, excluded.shape[1], tokens.shape[1], **constants)
+
+
+def bonus_parts(
+    probs: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    excluded: torch.Tensor,
+    noted: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Return what `_store_parts` stores of each block of what is noted: [bs, blocks, 4] float64. Arguments: see
+    `draw_bonus`."""
+    bs, vocab = probs.shape[0], probs.shape[2]
+    shape, _ = _blocks(vocab)
+    parts = _empty_parts(probs, bs, vocab, shape)
+    inputs = (probs, probs if draft_probs is None else draft_probs, excluded, *noted, parts)
     constants = {"V": vocab, "HAS_DRAFT": draft_probs is not None, **shape}
-    width = excluded.shape[1]
-    _bonus_parts_kernel[(bs, parts.shape[1])](*inputs, width, **constants)
-    outputs = (accept_lens, invalid, tokens)
-    _bonus_kernel[(bs,)](*inputs, *outputs, width, tokens.shape[1], SLOTS=slots, **constants)
+    _bonus_parts_kernel[(bs, parts.shape[1])](*inputs, excluded.shape[1], **constants)
+    return parts
 
 
 def _blocks(vocab: int) -> tuple[dict[str, Any], int]:

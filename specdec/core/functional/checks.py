@@ -59,6 +59,7 @@ def checked(ops: RoundOps) -> RoundOps:
         verify_greedy=watch(ops.verify_greedy),
         verify_tree=watch(ops.verify_tree),
         verify_chain=watch(ops.verify_chain),
+        verify_spine=watch(ops.verify_spine),
         gather_rows=gather_rows,
         committer=committer,
     )

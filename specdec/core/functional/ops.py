@@ -48,6 +48,7 @@ class RoundOps:
     verify_greedy: Callable[[torch.Tensor, Tree, int], VerifyOutput]
     verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], VerifyOutput]
     verify_chain: Callable[[torch.Tensor, torch.Tensor, Tree, torch.Tensor], VerifyOutput]
+    verify_spine: Callable[[torch.Tensor, torch.Tensor, Tree, int, torch.Tensor], VerifyOutput]
     process: Callable[[torch.Tensor, Tree, torch.Tensor, torch.Tensor, ProcessorState], torch.Tensor]
     law: Callable[[torch.Tensor, SamplingBatch], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

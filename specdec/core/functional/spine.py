@@ -3,7 +3,7 @@
 A chain that is drawn accepts sum(min(p, q)) of its tokens, which is more than the best single token's p; a tree of
 point masses knows only the latter. So of every node of the spine the first child is drawn from q and accepted with
 min(1, p / q); if it is refused, its siblings are tried as point masses on (p - q)+, which is the law that is left: see
-`verify.decide_spine` (arXiv 2211.17192; SpecInfer, arXiv 2305.09781, tries all of them as draws). A tree always has the
+`verify.verify_spine` (arXiv 2211.17192; SpecInfer, arXiv 2305.09781, tries all of them as draws). A tree always has the
 whole spine, whatever was drawn: to leave out a node for its own value would bias what is emitted.
 """
 

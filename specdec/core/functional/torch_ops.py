@@ -91,6 +91,7 @@ TORCH_OPS = RoundOps(
     verify_greedy=verify.verify_greedy,
     verify_tree=verify.verify_tree,
     verify_chain=verify.verify_chain,
+    verify_spine=verify.verify_spine,
     process=processors.process,
     law=sampling.process_logits,
     sample=sampling.sample,
@@ -109,7 +110,7 @@ TORCH_OPS = RoundOps(
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton.round import admit, chain, lookup, rows, tree, trim, walk
+    from specdec.backends.triton.round import admit, chain, lookup, rows, spine, tree, trim, walk
     from specdec.backends.triton.sampling import bitmask, draws, law, processors, top
     from specdec.backends.triton.sampling import uniform as sampling
 
@@ -140,6 +141,11 @@ def _triton_ops() -> RoundOps:
     def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> VerifyOutput:
         return VerifyOutput(*walk.verify_chain(probs, laws, draft.tokens, uniforms))
 
+    def verify_spine(
+        probs: torch.Tensor, laws: torch.Tensor, draft: Tree, num_steps: int, uniforms: torch.Tensor
+    ) -> VerifyOutput:
+        return VerifyOutput(*spine.verify_spine(probs, laws, *draft[:3], num_steps, uniforms))
+
     def process(
         logits: torch.Tensor, draft: Tree, owners: torch.Tensor, num_context: torch.Tensor, state: ProcessorState
     ) -> torch.Tensor:
@@ -158,6 +164,7 @@ def _triton_ops() -> RoundOps:
         verify_greedy=verify_greedy,
         verify_tree=verify_tree,
         verify_chain=verify_chain,
+        verify_spine=verify_spine,
         process=process,
         law=law.law,
         sample=draws.sample,

@@ -77,31 +77,15 @@ def verify_tree(probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> 
     return _verified(torch.stack(path, dim=1), bonus, tree, _is_law(mass))
 
 
-def decide_spine(probs: Tensor, draft_probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> Tensor:
-    """Return laws [bs, D, V] with which `verify_tree` emits what the target would, from a tree with a `spine`.
+def verify_spine(probs: Tensor, draft_probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> VerifyOutput:
+    """Sample from the target while walking down a tree with a `spine`, whose other nodes are point masses.
 
-    The law after a node of the spine becomes certainty where its drawn child is accepted, and (p - q)+ at the first
-    node where it is not. probs, uniforms: as there; draft_probs: [bs, S, V], float, the laws that the spine was drawn
-    from. Where q is not finite, its token counts as a point mass.
+    The drawn child of a node of the spine is accepted as in `verify_chain`; at the first one that is not, its siblings
+    are tried on (p - q)+ as in `verify_tree`, which goes on from there. probs, uniforms: as there; draft_probs:
+    [bs, S, V], float, S >= num_steps, the laws that the spine was drawn from. Where q is not finite, its token counts
+    as a point mass.
     """
-    depths = torch.arange(num_steps + 1, device=probs.device)
-    nodes = (tree.depths.unsqueeze(1) == depths.unsqueeze(1)).long().argmax(2)  # [bs, S+1]: the first of every depth
-    above, below = nodes[:, :-1], nodes[:, 1:]
-    drawn = tree.tokens.gather(1, below).unsqueeze(2)
-    wide = above.unsqueeze(2).expand(-1, -1, probs.shape[2])
-    law, draft_law = probs.gather(1, wide), draft_probs[:, :num_steps]
-    p, q = law / law.sum(-1, keepdim=True, dtype=torch.float64), draft_law.double()
-    mass = q.sum(-1, keepdim=True)
-    is_law = mass.isfinite() & (mass > 0)
-    q = torch.where(is_law, q / mass, 0)
-    is_accepted = uniforms.gather(1, below).unsqueeze(2) * q.gather(2, drawn) < p.gather(2, drawn)
-    num_accepted = (is_accepted & is_law).long().cumprod(1).sum(1, keepdim=True)  # [bs, 1, 1]
-    residual = (p - q).clamp(min=0).to(law.dtype)
-    residual = torch.where((residual > 0).any(-1, keepdim=True), residual, law)  # without mass: rounding
-    certain = torch.zeros_like(law).scatter(2, drawn, 1.0)
-    step = depths[:-1, None]
-    left = torch.where(step < num_accepted, certain, torch.where(step == num_accepted, residual, law))
-    return probs.scatter(1, wide, left)
+    return verify_tree(_left_by_spine(probs, draft_probs, tree, num_steps, uniforms), tree, num_steps, uniforms)
 
 
 def verify_chain(probs: Tensor, draft_probs: Tensor, tree: Tree, uniforms: Tensor) -> VerifyOutput:
@@ -155,6 +139,32 @@ def trim(verified: VerifyOutput, stop_ids: Tensor, remaining: Tensor) -> tuple[V
         invalid=verified.invalid & (accept_lens == verified.accept_lens),
     )
     return trimmed, finished
+
+
+def _left_by_spine(probs: Tensor, draft_probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> Tensor:
+    """Return laws [bs, D, V] with which `verify_tree` emits what the target would, from a tree with a spine.
+
+    The law after a node of the spine becomes certainty where its drawn child is accepted, and (p - q)+ at the first
+    node where it is not.
+    """
+    depths = torch.arange(num_steps + 1, device=probs.device)
+    nodes = (tree.depths.unsqueeze(1) == depths.unsqueeze(1)).long().argmax(2)  # [bs, S+1]: the first of every depth
+    above, below = nodes[:, :-1], nodes[:, 1:]
+    drawn = tree.tokens.gather(1, below).unsqueeze(2)
+    wide = above.unsqueeze(2).expand(-1, -1, probs.shape[2])
+    law, draft_law = probs.gather(1, wide), draft_probs[:, :num_steps]
+    p, q = law / law.sum(-1, keepdim=True, dtype=torch.float64), draft_law.double()
+    mass = q.sum(-1, keepdim=True)
+    is_law = mass.isfinite() & (mass > 0)
+    q = torch.where(is_law, q / mass, 0)
+    is_accepted = uniforms.gather(1, below).unsqueeze(2) * q.gather(2, drawn) < p.gather(2, drawn)
+    num_accepted = (is_accepted & is_law).long().cumprod(1).sum(1, keepdim=True)  # [bs, 1, 1]
+    residual = (p - q).clamp(min=0).to(law.dtype)
+    residual = torch.where((residual > 0).any(-1, keepdim=True), residual, law)  # without mass: rounding
+    certain = torch.zeros_like(law).scatter(2, drawn, 1.0)
+    step = depths[:-1, None]
+    left = torch.where(step < num_accepted, certain, torch.where(step == num_accepted, residual, law))
+    return probs.scatter(1, wide, left)
 
 
 def _verified(accept_index: Tensor, bonus: Tensor, tree: Tree, is_usable: Tensor) -> VerifyOutput:

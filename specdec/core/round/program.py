@@ -27,7 +27,7 @@ from specdec.core.draft.worker import (
 from specdec.core.functional.results import append_logprobs, row_digests, token_logprobs
 from specdec.core.functional.sampling import Guide, SamplingKind
 from specdec.core.functional.tree import Tree, force
-from specdec.core.functional.verify import VerifyOutput, decide_spine, impose_acceptance
+from specdec.core.functional.verify import VerifyOutput, impose_acceptance
 from specdec.core.round.parts import Parts
 
 LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
@@ -244,7 +244,7 @@ class Round:
         if draft.probs is not None and batch.shape.topk == 1:
             return self.ops.verify_chain(probs, draft.probs[part], tree, uniforms[part])
         if draft.probs is not None:
-            probs = decide_spine(probs, draft.probs[part], tree, num_steps, uniforms[part])
+            return self.ops.verify_spine(probs, draft.probs[part], tree, num_steps, uniforms[part])
         return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
 
     @staticmethod
