@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
+import time
 from contextlib import aclosing
 
 import pytest
 
 import specdec
 from specdec import DetachedError
-from specdec.core.engine.calls import Calls
+from specdec.core.engine.calls import Bell, Calls
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_text import TOKENIZER
@@ -245,6 +246,34 @@ def test_tasks_and_threads_wait_for_one_another(engine):
 
     join([threading.Thread(target=run) for run in (in_thread, in_loop, in_thread, in_loop)])
     assert texts == [text] * 22
+
+
+def test_an_event_loop_that_is_busy_takes_together_what_comes_while_it_rests():
+    async def run() -> list[bool]:
+        loop, bell = asyncio.get_running_loop(), Bell()
+
+        def due() -> asyncio.Future[None]:
+            bell.due.append(loop.create_future())
+            return bell.due[-1]
+
+        async def work(news: asyncio.Future[None]) -> None:
+            await news
+            end = time.thread_time() + 0.005
+            while time.thread_time() < end:
+                pass
+
+        task = asyncio.create_task(work(due()))
+        await asyncio.sleep(0)
+        bell.ring(loop)
+        await task
+        second, third = due(), due()
+        bell.ring(loop)
+        await asyncio.sleep(0)
+        was_held = bell.is_resting and not second.done()
+        await asyncio.wait_for(second, 5)
+        return [was_held, third.done()]
+
+    assert asyncio.run(run()) == [True, True]
 
 
 def test_errors_reach_tasks(engine, model, monkeypatch):

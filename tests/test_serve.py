@@ -20,6 +20,7 @@ import specdec
 from specdec.tools.commands import main as cli
 from specdec.tools.commands.serve import adapters_of
 from specdec.tools.commands.serve import serve as serve_command
+from specdec.tools.serve.intake import StreamPiece
 from specdec.tools.train.adapt import read_log
 from tests.adapters import save_lora
 from tests.test_text import TOKENIZER
@@ -32,6 +33,7 @@ uvicorn = pytest.importorskip("uvicorn")
 parser = pytest.importorskip("prometheus_client.parser")
 build_app = pytest.importorskip("specdec.tools.serve.server").build_app
 load = pytest.importorskip("specdec.tools.measure.load")
+forms = pytest.importorskip("specdec.tools.serve.forms")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -167,6 +169,28 @@ def test_the_bytes_of_a_stream(words):
     first, last = (json.loads(lines[i].removeprefix("data: ")) for i in (0, -3))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_an_event_of_text_alone_is_that_of_any_piece(is_chat):
+    form = forms.AnswerForm(is_chat, 'the "model"', None, str)
+    for choice, text in enumerate(['a ""', '\n\ndata: "', "\ud83d \x00 ü"]):
+        for reason in (None, "length"):
+            piece = StreamPiece(choice, text, reason)
+            assert form.events(piece) == "".join(map(forms.event, form.chunks(piece)))
+
+
+def test_threads_take_turns_as_before_once_it_has_served():
+    usual = sys.getswitchinterval()
+    engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_batch=4, max_seq_len=100)
+    sys.setswitchinterval(0.125)
+    try:
+        with serving(engine, name="tiny"):
+            assert sys.getswitchinterval() < 0.001
+        assert sys.getswitchinterval() == 0.125
+    finally:
+        sys.setswitchinterval(usual)
+        engine.detach()
 
 
 def test_complete_texts_are_logged_for_training(words, tmp_path):

@@ -2,13 +2,18 @@
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from specdec.core.engine.request import Request
 from specdec.core.interrupts import deferred
+
+REST = 2.0  # seconds that an event loop leaves to others for each that its tasks have taken
+LONGEST_REST = 0.02  # seconds
 
 
 class Waits(Protocol):
@@ -70,6 +75,35 @@ class Call:
             self._calls.note(self)
 
 
+class Bell:
+    """Wakes the tasks of one event loop that have news, all at once. Then it rests in proportion to the time they took:
+    what comes meanwhile, such as several pieces of one text, is taken together, and the thread that steps has Python
+    to itself."""
+
+    def __init__(self) -> None:
+        self.due: deque[asyncio.Future[None]] = deque()
+        self.is_resting = False
+
+    def ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake those that are `due` unless it rests, or else afterwards; called in `loop`."""
+        if self.is_resting or not self.due:
+            return
+        self.is_resting, began = True, time.thread_time()
+        for _ in range(len(self.due)):
+            future = self.due.popleft()
+            if not future.done():
+                future.set_result(None)
+        loop.call_soon(self._rest, loop, began)  # behind the tasks
+
+    def _rest(self, loop: asyncio.AbstractEventLoop, began: float) -> None:
+        rest = min(REST * (time.thread_time() - began), LONGEST_REST)
+        loop.call_later(rest, self._end_rest, loop)
+
+    def _end_rest(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.is_resting = False  # first: another thread may add what is due, and leaves it to a bell that rests
+        self.ring(loop)
+
+
 class Calls:
     """Callers that wait. One that finds no other stepping steps until it has news itself, then passes that on.
 
@@ -81,6 +115,7 @@ class Calls:
         self._is_stepped = False
         self._asleep: dict[Waits, threading.Lock | asyncio.Future[None]] = {}
         self._noted: deque[Waits] = deque()
+        self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, Bell] = WeakKeyDictionary()
 
     def collect(self, call: Waits, step: Callable[[], None], may_sleep: bool = True) -> None:
         """Return once `call` has news: step, or sleep while another thread steps if it `may_sleep`.
@@ -99,8 +134,10 @@ class Calls:
     async def wait(self, call: Waits) -> None:
         """Return once `call` has news; a thread must be stepping for it."""
         while not call.has_news:
-            alarm = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            alarm = loop.create_future()
             with self._mutex:
+                self._bells.setdefault(loop, Bell())
                 self._asleep[call] = alarm
             try:
                 if not call.has_news:
@@ -123,8 +160,11 @@ class Calls:
                 elif alarm is not None:
                     alarm.release()
         for loop, own in futures.items():
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits in it
-                loop.call_soon_threadsafe(_end, own)
+            bell = self._bells[loop]
+            bell.due.extend(own)
+            if not bell.is_resting:
+                with suppress(RuntimeError):  # the loop is closed, and nobody waits in it
+                    loop.call_soon_threadsafe(bell.ring, loop)
 
     def _step(self, call: Waits, step: Callable[[], None], alarm: "threading.Lock | None") -> bool:
         """Step until `call` has news; if another thread does, put `call` to sleep with `alarm` and return False."""
@@ -152,9 +192,3 @@ class Calls:
                 self.note(other)
                 self.wake()
                 break
-
-
-def _end(futures: Sequence["asyncio.Future[None]"]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)

@@ -39,6 +39,7 @@ class AnswerForm:
     splitters: Sequence[Splitter] = ()
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    _frames: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def whole(self, choices: Sequence[Sequence[StreamPiece]], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one piece, from all pieces of every choice."""
@@ -56,6 +57,16 @@ class AnswerForm:
         for index in range(num_choices if self.is_chat else 0):
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
+    def events(self, piece: StreamPiece) -> str:
+        """The events for `piece`. Of most, only the text differs from others of its choice."""
+        if self.splitters or self.num_top is not None or piece.finish_reason is not None or not piece.text:
+            return "".join(map(event, self.chunks(piece)))
+        if piece.choice not in self._frames:
+            before, _, after = event(self._chunk(piece.choice, self._content(""))).rpartition('""')
+            self._frames[piece.choice] = before, after
+        before, after = self._frames[piece.choice]
+        return f"{before}{json.dumps(piece.text)}{after}"
+
     def chunks(self, piece: StreamPiece) -> Iterator[dict[str, Any]]:
         """The chunks for `piece`: its text, and why it ends."""
         scores = self._logprobs([piece])
@@ -65,8 +76,7 @@ class AnswerForm:
                 yield self._chunk(piece.choice, {"delta": delta_of(part)}, logprobs=scores)
                 scores = None
         elif piece.text or (scores is not None and piece.tokens):
-            own = {"delta": {"content": piece.text}} if self.is_chat else {"text": piece.text}
-            yield self._chunk(piece.choice, own, logprobs=scores)
+            yield self._chunk(piece.choice, self._content(piece.text), logprobs=scores)
         if piece.finish_reason:
             yield self._chunk(piece.choice, {"delta": {}} if self.is_chat else {"text": ""}, piece.finish_reason)
 
@@ -78,6 +88,9 @@ class AnswerForm:
         self, index: int, part: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         return {**self._head(".chunk"), "choices": [self._choice(index, part, reason, logprobs)]}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}} if self.is_chat else {"text": text}
 
     def _logprobs(self, pieces: Sequence[StreamPiece]) -> dict[str, Any] | None:
         """Return the log-probabilities of the tokens of `pieces`, in the form of chats or of text completions."""

@@ -1,6 +1,7 @@
 """The app: OpenAI's chat and text completions, models, health and metrics, over one engine."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -15,8 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from specdec.api import Engine
 from specdec.core.engine.request import Request as EngineRequest
@@ -29,6 +31,7 @@ from specdec.tools.serve.intake import Gone, Intake, StreamPiece
 from specdec.tools.serve.schema import MOST_VALUES, Body, parse
 
 NUM_TEXT_TOKENS = 16  # of a text completion that gives no length, as OpenAI's
+SWITCH_INTERVAL = 0.0002  # seconds for which the event loop may keep Python from the thread that steps; 0.005 is usual
 MOST_BYTES = 2 * 2**20  # of a body, besides 16 for every token of the longest request
 
 
@@ -48,14 +51,20 @@ def build_app(
     max_waiting: requests that may wait beside those that run; more are refused with 429. api_key: required of requests
     to /v1. allowed_origins: sites whose pages may ask (CORS), "*" for all. allowed_hosts: names that the Host header
     may have; None: any. log: takes a line of JSON for every text that is complete, which `specdec train adapt` reads.
+    While it serves, threads of the process take turns in Python after `SWITCH_INTERVAL`.
     """
     served = Endpoints(engine, name, Intake(engine, max_waiting, log))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         served.intake.start(asyncio.get_running_loop())
-        yield
-        served.intake.drain(0)
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(before)
+            served.intake.drain(0)
 
     routes = [
         Route("/v1/chat/completions", partial(served.complete, is_chat=True), methods=["POST"]),
@@ -120,7 +129,7 @@ class Endpoints:
         self.answers.labels(status).inc()
         return as_json(content, status)
 
-    async def complete(self, request: Request, is_chat: bool) -> Response:
+    async def complete(self, request: Request, is_chat: bool) -> "Response | EventStream":
         """POST /v1/chat/completions and /v1/completions: answer with the whole text or a stream of it."""
         raw = parse(await read_body(request, self.most_bytes), self.most_values)
         body = Body(raw, is_chat, self.reads_images)
@@ -132,7 +141,7 @@ class Endpoints:
             await anext(pieces)  # what is refused has no part in a stream
         form = AnswerForm(is_chat, name, body.num_top, self.token_text, self.dialect.splitters(body, requests))
         if body.stream:
-            return StreamingResponse(self._stream(body, form, requests, pieces), media_type="text/event-stream")
+            return EventStream(self._stream(body, form, requests, pieces))
         choices: list[list[StreamPiece]] = [[] for _ in requests]
         async with aclosing(pieces):
             async for piece in pieces:
@@ -171,18 +180,17 @@ class Endpoints:
 
     async def _stream(
         self, body: Body, form: AnswerForm, requests: list[EngineRequest], pieces: AsyncGenerator[StreamPiece, None]
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         status = 499  # unless it comes to an end
         try:
             async with aclosing(pieces):
-                for chunk in form.begin(len(requests)):
-                    yield event(chunk)
+                if begin := "".join(map(event, form.begin(len(requests)))):
+                    yield begin
                 async for piece in pieces:
-                    for chunk in form.chunks(piece):
-                        yield event(chunk)
-            if body.get("stream_options"):
-                yield event(form.usage_chunk(usage(body, requests)))
-            yield "data: [DONE]\n\n"
+                    if events := form.events(piece):
+                        yield events
+            end = event(form.usage_chunk(usage(body, requests))) if body.get("stream_options") else ""
+            yield f"{end}data: [DONE]\n\n"
             status = 200
         except Gone:
             pass
@@ -191,6 +199,23 @@ class Endpoints:
             yield event(content)
         finally:
             self.answers.labels(status).inc()
+
+
+class EventStream:
+    """A response of server-sent events, one message to the server for each text of `texts`. Nothing here watches for a
+    client that leaves: `texts` end then."""
+
+    def __init__(self, texts: AsyncGenerator[str, None]):
+        self.texts = texts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with aclosing(self.texts):
+            async for text in self.texts:
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def new_tokens(body: Body, prompt_len: int, max_seq_len: int) -> int:
