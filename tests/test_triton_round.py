@@ -116,6 +116,27 @@ def same_growth(log_probs, scores, topk, g, words=1, keeps_first=False):
     return got
 
 
+@pytest.mark.parametrize("k", [1, 2, 5, 16])
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_drawn_token_in_front_of_candidates_equals_the_twin(k, has_own):
+    """It is one of them, or none; rows are views, and what is beside them stays."""
+    g = generator(k)
+    tokens = torch.stack([torch.randperm(40, generator=g)[: 2 * k] for _ in range(7)]).view(7, 2, k).to(DEVICE)
+    log_probs = torch.randn(7, 2, k, generator=g).to(DEVICE)
+    log_probs[3, 0, -1] = math.nan
+    drawn = torch.cat([tokens[:4, 0, torch.arange(4) % k].diagonal(), tokens[4:, 1, 0]])
+    own = torch.randn(7, generator=g).to(DEVICE) if has_own else None
+    outcomes = []
+    for ops in (OPS, TORCH_OPS):
+        names, values = tokens.clone(), log_probs.clone()
+        ops.put_first(drawn, names[:, 0], values[:, 0], own)
+        assert torch.equal(names[:, 1], tokens[:, 1]) and torch.equal(values[:, 1], log_probs[:, 1])
+        outcomes.append((names, values.nan_to_num(7.0)))
+    same(*outcomes)
+    names = outcomes[0][0][:, 0]
+    assert torch.equal(names[:, 0], drawn) and all(len(set(row)) == k for row in names.tolist())
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 7, 62, 63, 64, 200])
 def test_chains_equal_the_twin(num_steps):
     ids = torch.randint(0, 1 << 40, (3, num_steps + 1), generator=generator(num_steps)).to(DEVICE)
@@ -233,7 +254,9 @@ def test_draws_equal_the_twin(vocab):
     probs[3] = 0
     probs[3, vocab // 2] = 1
     u = torch.tensor([0.0, 1.0, 0.5, 0.999, 0.3, 0.7], dtype=torch.float64)
-    assert torch.equal(OPS.sample(probs.to(DEVICE), u.to(DEVICE)), sampling.sample(probs, u).to(DEVICE))
+    for names in (None, torch.randperm(3 * vocab, generator=g)[:vocab]):
+        got = OPS.sample(probs.to(DEVICE), u.to(DEVICE), names if names is None else names.to(DEVICE))
+        assert torch.equal(got, sampling.sample(probs, u, names).to(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -176,15 +176,14 @@ def spine_round(law: Tensor, num_steps: int, topk: int, num_draft_tokens: int) -
         """Log-probabilities and tokens [bs, n, K] after last [bs, n], the first child of the first node drawn."""
         best = draft_law()[last].log().topk(topk)
         drawn = sample(draft_law()[last[:, 0]], uniforms[:, DRAFT_STREAM + step])
-        ids, logs = spine.put_first(drawn, best.indices[:, 0], (best.values[:, 0], best.values[:, 0, 0]))
-        log_probs = torch.cat([spine.ranked(logs)[:, None], best.values[:, 1:]], 1)
-        return log_probs, torch.cat([ids[:, None], best.indices[:, 1:]], 1), draft_law()[last[:, 0]]
+        spine.put_first(drawn, best.indices[:, 0], best.values[:, 0], None)
+        return best.values, best.indices, draft_law()[last[:, 0]]
 
     def run(root: Tensor, uniforms: Tensor) -> VerifyOutput:
         logs, ids, law_of_root = (t[:, 0] if t.dim() == 3 else t for t in children(root[:, None], uniforms, 0))
         names, laws = torch.arange(topk).expand_as(ids), [law_of_root]
         frontier = Frontier(ids, logs, names, names.new_zeros(*names.shape, 1))
-        tokens, scores, parents, depths = [ids], [spine.kept(logs)], [torch.full_like(ids, -1)], [1] * topk
+        tokens, scores, parents, depths = [ids], [logs], [torch.full_like(ids, -1)], [1] * topk
         for step in range(1, num_steps):
             logs, ids, law_here = children(frontier.tokens, uniforms, step)
             laws.append(law_here)
@@ -192,10 +191,11 @@ def spine_round(law: Tensor, num_steps: int, topk: int, num_draft_tokens: int) -
             first = len(depths)
             score, owner, frontier = tree_of.grow(logs, ids.flatten(1), frontier, own_bits, first, True)
             tokens.append(ids.flatten(1))
-            scores.append(spine.kept(score))
+            scores.append(score)
             parents.append(owner)
             depths += [step + 1] * topk**2
-        made = (torch.cat(t, 1) for t in (tokens, scores, parents))
+        made = [torch.cat(t, 1) for t in (tokens, scores, parents)]
+        made[1].masked_fill_(spine.firsts(torch.tensor(depths)), spine.KEPT)
         sizes = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps}
         tree = build(root, *made, torch.tensor(depths), **sizes)
         probs, used = law[tree.tokens], uniforms[:, :num_draft_tokens]

@@ -1,8 +1,8 @@
-"""Verification of trees with a drawn path, on the device: one program per request, and no law is written.
+"""Trees with a drawn path on the device: its tokens among candidates, and verification; one program per request.
 
-Twin: `specdec.core.functional.verify.verify_spine`.
-The first kernel follows the spine to the node after which a drawn token is refused, the second sums what its law has
-left, and the third walks on from there as down a tree of point masses.
+Twins: `specdec.core.functional.spine.put_first` and `verify.verify_spine` beside it, which writes laws.
+Here the first kernel follows the spine to the node after which a drawn token is refused, the second sums what the law
+there has left, and the third walks on from that node as down a tree of point masses.
 """
 
 import torch
@@ -22,6 +22,38 @@ from specdec.backends.triton.round.walk import (
 from specdec.backends.triton.sampling.draws import bonus_parts, draw_bonus, masses, note_draw
 
 _FIELDS = tl.constexpr(4)  # of a block of `bonus_parts`; the second one is the mass of the residual
+
+
+@triton.jit
+def _put_first_kernel(
+    drawn,
+    tokens,
+    log_probs,
+    own,
+    token_stride,
+    log_prob_stride,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACCEPTED: tl.constexpr,
+    REFUSED: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    tokens += row * token_stride + k
+    log_probs += row * log_prob_stride + k
+    token = tl.load(tokens, mask=k < K, other=-1)
+    log_prob = tl.load(log_probs, mask=k < K, other=0.0)
+    first = tl.load(drawn + row)
+    place = tl.min(tl.where(token == first, k, K - 1))
+    token = tl.where(k == place, tl.sum(tl.where(k == 0, token, 0)), token)
+    log_prob = tl.where(k == place, tl.sum(tl.where(k == 0, log_prob, 0.0)), log_prob)
+    if HAS_OWN:
+        log_prob = tl.where(k == 0, tl.load(own + row), log_prob)
+    else:
+        log_prob = tl.where(k == 0, ACCEPTED, log_prob + REFUSED)
+    tl.store(tokens, tl.where(k == 0, first, token), mask=k < K)
+    tl.store(log_probs, log_prob, mask=k < K)
 
 
 @triton.jit
@@ -128,6 +160,35 @@ def _spine_kernel(
     draft_scale = tl.where(current == refused, draft_scale, 0.0)
     u_bonus = tl.sum(tl.where(n == 0, u, 0.0))
     note_draw(rows, scales, request, request * D + current, draft_row, num_rejected, law_scale, draft_scale, u_bonus)
+
+
+def put_first(
+    drawn: torch.Tensor,
+    tokens: torch.Tensor,
+    log_probs: torch.Tensor,
+    own: torch.Tensor | None,
+    ranks: tuple[float, float],
+) -> None:
+    """Put drawn [n] int64 in front of tokens [n, K] int64 (last dim dense), and `own` [n] of log_probs [n, K] float32.
+
+    ranks: without `own`, the score of the drawn tokens and what is added to that of the others.
+    """
+    assert tokens.stride(1) == log_probs.stride(1) == 1, "candidates need a dense last dim"
+    (num_rows, k), (accepted, refused) = tokens.shape, ranks
+    _put_first_kernel[(num_rows,)](
+        drawn.contiguous(),
+        tokens,
+        log_probs,
+        log_probs if own is None else own.contiguous(),
+        tokens.stride(0),
+        log_probs.stride(0),
+        K=k,
+        BLOCK_K=triton.next_power_of_2(k),
+        ACCEPTED=accepted,
+        REFUSED=refused,
+        HAS_OWN=own is not None,
+        num_warps=1,
+    )
 
 
 def verify_spine(

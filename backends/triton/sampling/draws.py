@@ -159,10 +159,15 @@ def _parts_kernel(laws, parts, V: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sample_kernel(laws, parts, u, out, V: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+def _sample_kernel(
+    laws, parts, u, names, out, V: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, HAS_NAMES: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     law, own = laws + row * V, parts + row * ((V + BLOCK - 1) // BLOCK) * _FIELDS
-    tl.store(out + row, _draw(own, law, 1.0, law, 0.0, law, 0, tl.load(u + row), V, BLOCK, SLOTS, False))
+    token = _draw(own, law, 1.0, law, 0.0, law, 0, tl.load(u + row), V, BLOCK, SLOTS, False)
+    if HAS_NAMES:
+        token = tl.load(names + token)
+    tl.store(out + row, token)
 
 
 @triton.jit
@@ -173,13 +178,17 @@ def _masses_kernel(laws, masses, V: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(masses + row * tl.num_programs(1) + block, tl.sum(p))
 
 
-def sample(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Sample a token of positive probability per row, [bs] int64; probs [bs, V] >= 0, u [bs] float64 in [0, 1]."""
+def sample(probs: torch.Tensor, u: torch.Tensor, names: torch.Tensor | None = None) -> torch.Tensor:
+    """Sample a token of positive probability per row, [bs] int64, mapped by `names` [V] int64.
+
+    probs [bs, V] >= 0, u [bs] float64 in [0, 1].
+    """
     (num_rows, vocab), laws = probs.shape, probs.contiguous()
     shape, slots = _blocks(vocab)
     parts, out = _empty_parts(laws, num_rows, vocab, shape), torch.empty_like(u, dtype=torch.int64)
     _parts_kernel[(num_rows, parts.shape[1])](laws, parts, V=vocab, **shape)
-    _sample_kernel[(num_rows,)](laws, parts, u.contiguous(), out, V=vocab, SLOTS=slots, **shape)
+    inputs = (laws, parts, u.contiguous(), out if names is None else names, out)
+    _sample_kernel[(num_rows,)](*inputs, V=vocab, SLOTS=slots, HAS_NAMES=names is not None, **shape)
     return out
 
 

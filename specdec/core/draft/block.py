@@ -43,6 +43,7 @@ class BlockWorker(DraftModelWorker):
         self.mask_ids = torch.full((steps,), head.mask_token_id, dtype=torch.int64, device=device)
         self.width = trellis.width_of(self.config.verify_width)
         self.candidate_depths = self._candidate_depths().to(device)
+        self.on_spine = spine.firsts(self.candidate_depths)
         self.head_ids = head.hot_ids  # what the head scores by itself; the worker's own are some of them
         self.places = torch.searchsorted(self.head_ids, self.hot_ids) if self.narrow is not None else None
 
@@ -132,7 +133,7 @@ class BlockWorker(DraftModelWorker):
         best, names = (t.view(bs, num_steps, k) for t in self.ops.top_tokens(logits.flatten(0, 1), k, self.hot_ids))
         laws: list[torch.Tensor] = []
         if self.draws(batch):
-            best, names = self._with_drawn(batch, states, logits, best, names, laws)
+            self._put_drawn(batch, states, logits, best, names, laws)
         bias = None
         if markov is not None:
             before = markov.after(names[:, :-1], states[:, 1:, None].expand(-1, -1, k, -1))  # [bs, S-1, K, r]
@@ -146,7 +147,7 @@ class BlockWorker(DraftModelWorker):
         tree = self.build(batch, *candidates, self.candidate_depths)
         return Draft(tree, self.over_target_vocab(laws))
 
-    def _with_drawn(
+    def _put_drawn(
         self,
         batch: RoundBatch,
         states: torch.Tensor,
@@ -154,16 +155,19 @@ class BlockWorker(DraftModelWorker):
         best: torch.Tensor,
         names: torch.Tensor,
         laws: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a path; return log-probabilities and names [bs, S, K] of the candidates with its tokens in front."""
+    ) -> None:
+        """Draw a path, and put its tokens in front of the candidates, names and log-probabilities best [bs, S, K]."""
         last, found = batch.roots, []
         for step in range(names.shape[1]):
             own = logits[:, step]  # that of depth 1 knows the root already
             last = self.pick(batch, step, own + self._bias(last, states[:, step]) if step else own, laws)
-            place = torch.searchsorted(self.hot_ids, last).unsqueeze(1)
-            own_law = own.gather(1, place).squeeze(1).float() - own.float().logsumexp(1)
-            found.append(spine.put_first(last, names[:, step], (best[:, step], own_law)))
-        return torch.stack([law for _, law in found], 1), torch.stack([own for own, _ in found], 1)
+            found.append(last)
+        drawn = torch.stack(found, 1)
+        places = torch.searchsorted(self.hot_ids, torch.stack([drawn, names[:, :, 0]], 2))
+        own, top = logits.gather(2, places).float().unbind(2)
+        self.ops.put_first(
+            drawn.flatten(), names.flatten(0, 1), best.flatten(0, 1), (best[:, :, 0] + own - top).flatten()
+        )
 
     def _bias(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor | float:
         """Return what the tokens [bs] before add to the logits [bs, dv] of states [bs, h_d]."""

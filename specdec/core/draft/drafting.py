@@ -41,6 +41,7 @@ class SteppingWorker(DraftModelWorker):
         config, device = parts.config, hot_ids.device
         self._commits = [s.committer(parts.ops) for s in self.context.states if s.commits_chains]
         self.candidate_depths = candidate_depths(config).to(device)
+        self.on_spine = spine.firsts(self.candidate_depths)
         self.own_bits = node_bits(config).to(device)  # [S-1, K, W]
         self.node_depths = torch.arange(len(self.own_bits), device=device).repeat_interleave(config.topk)
         self.logits = torch.zeros(config.num_rows, self.hot_ids.numel(), dtype=dtype, device=device)
@@ -150,7 +151,7 @@ class SteppingWorker(DraftModelWorker):
         best, ids = (t[:, 0] for t in self._children(batch, 0, logits, laws))  # [bs, K]
         names = torch.arange(k, device=ids.device).repeat(bs, 1)
         frontier = Frontier(ids, best, names, self.own_bits[:1].repeat(bs, 1, 1))
-        tokens, scores, parents = [ids], [spine.kept(best) if has_spine else best], [torch.full_like(ids, -1)]
+        tokens, scores, parents = [ids], [best], [torch.full_like(ids, -1)]
         for step in range(1, self.config.num_steps):
             states = steps.advance(frontier.tokens, frontier.above, frontier.bits)
             logits = self.score(states, steps.module).view(bs, k, -1)
@@ -160,7 +161,7 @@ class SteppingWorker(DraftModelWorker):
             first_name = k + (step - 1) * k * k
             best, owners, frontier = self.ops.grow(log_probs, ids, frontier, own_bits, first_name, has_spine)
             tokens.append(ids)
-            scores.append(spine.kept(best) if has_spine else best)
+            scores.append(best)
             parents.append(owners)
         candidates = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
         tree = self.build(batch, *candidates, self.candidate_depths)
@@ -174,12 +175,9 @@ class SteppingWorker(DraftModelWorker):
         k, (bs, n), logits = self.config.topk, logits.shape[:2], self.guided(batch, step, logits)
         found = self.ops.top_tokens(logits.flatten(0, 1), k, self.hot_ids)
         log_probs, ids = (t.view(bs, n, k) for t in found)
-        if not self.draws(batch):
-            return log_probs, ids
-        drawn = self.pick(batch, step, logits[:, 0], laws)
-        own, law = spine.put_first(drawn, ids[:, 0], (log_probs[:, 0], log_probs[:, 0, 0]))  # its own is not ranked by
-        log_probs = torch.cat([spine.ranked(law).unsqueeze(1), log_probs[:, 1:]], 1)
-        return log_probs, torch.cat([own.unsqueeze(1), ids[:, 1:]], 1)
+        if self.draws(batch):
+            self.ops.put_first(self.pick(batch, step, logits[:, 0], laws), ids[:, 0], log_probs[:, 0], None)
+        return log_probs, ids
 
 
 class Steps:

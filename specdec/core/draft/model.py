@@ -12,6 +12,7 @@ from specdec.backends.op import ForwardContext, attention
 from specdec.backends.rope import Rope
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.draft.worker import STREAM_DRAFT, DraftParts, DraftWorker, RoundBatch
+from specdec.core.functional import spine
 from specdec.core.functional.tree import Tree
 
 MAX_MERGED_NGRAM = 16  # tokens of a match; the longer it is, the likelier what followed it follows again
@@ -37,6 +38,7 @@ class DraftModelWorker(DraftWorker):
     """
 
     context: ForwardContext
+    on_spine: torch.Tensor  # [N] bool: which candidates of a tree are drawn, see `spine.firsts`
     prefills = True
 
     def __init__(self, parts: DraftParts, *, hot_ids: torch.Tensor, vocab_size: int, dtype: torch.dtype, ahead: int):
@@ -120,13 +122,18 @@ class DraftModelWorker(DraftWorker):
         law = self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1)
         draws = self.ops.uniforms(batch.sampling["seed"], batch.seq_lens, STREAM_DRAFT + step, 1)
         laws.append(law)
-        return self.hot_ids[self.ops.sample(law, draws.squeeze(1))]
+        return self.ops.sample(law, draws.squeeze(1), self.hot_ids)
 
     def build(
         self, batch: RoundBatch, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor
     ) -> Tree:
-        """Make the tree of candidates, see `tree.build`, and of what the text itself suggests, if that is wanted."""
+        """Make the tree of candidates, see `tree.build`, and of what the text itself suggests, if that is wanted.
+
+        scores: the spine's are overwritten.
+        """
         config = self.config
+        if self.draws(batch):
+            scores.masked_fill_(self.on_spine, spine.KEPT)
         if config.lookup:
             found, lengths = self.ops.look_up(
                 batch.history, batch.rows, batch.seq_lens, config.num_steps, MAX_MERGED_NGRAM

@@ -20,8 +20,8 @@ from specdec.core.functional.verify import VerifyOutput
 class RoundOps:
     """The fields do what the torch functions do that they are twins of.
 
-    chain, best_token, top_tokens, grow, build: `specdec.core.functional.tree`; verify_*: `.verify`; process:
-    `specdec.core.functional.processors`; sample, law (`process_logits`): `specdec.core.functional.sampling`;
+    chain, best_token, top_tokens, grow, build: `specdec.core.functional.tree`; put_first: `.spine`, in place; verify_*:
+    `.verify`; process: `specdec.core.functional.processors`; sample, law (`process_logits`): `.sampling` beside it;
     uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
     trim(verified, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the output cut at stops and
@@ -45,13 +45,14 @@ class RoundOps:
         [torch.Tensor, torch.Tensor, Frontier, torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor, Frontier]
     ]
     build: Callable[..., Tree]
+    put_first: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
     verify_greedy: Callable[[torch.Tensor, Tree, int], VerifyOutput]
     verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], VerifyOutput]
     verify_chain: Callable[[torch.Tensor, torch.Tensor, Tree, torch.Tensor], VerifyOutput]
     verify_spine: Callable[[torch.Tensor, torch.Tensor, Tree, int, torch.Tensor], VerifyOutput]
     process: Callable[[torch.Tensor, Tree, torch.Tensor, torch.Tensor, ProcessorState], torch.Tensor]
     law: Callable[[torch.Tensor, SamplingBatch], torch.Tensor]
-    sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    sample: Callable[..., torch.Tensor]
     uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     trim: Callable[[VerifyOutput, torch.Tensor, torch.Tensor, torch.Tensor], VerifyOutput]

@@ -129,11 +129,12 @@ def uniform(seeds: Tensor, counters: Tensor, streams: Tensor) -> Tensor:
     return _shift_right(state, 11).double() * 2.0**-53
 
 
-def sample(probs: Tensor, u: Tensor) -> Tensor:
+def sample(probs: Tensor, u: Tensor, names: Tensor | None = None) -> Tensor:
     """Sample by inverse CDF in float64.
 
     probs: [..., V], non-negative; u is scaled by their total, so they need not sum to one. u: [...], in [0, 1].
-    Returns [...], int64: always a token of positive probability, and 0 where there is none.
+    names: [V], int64, the token id of each index (a draft's hot vocabulary); None: the index itself.
+    Returns [...], int64: always a token of positive probability, and the first where there is none.
     """
     probs = probs.double()
     cdf = probs.cumsum(-1)
@@ -144,7 +145,8 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
     is_reached = is_possible & (cdf > (u.double() * cdf[..., -1])[..., None])
     first_reached = torch.where(is_reached, tokens, probs.shape[-1]).amin(-1)
     last_possible = torch.where(is_possible, tokens, 0).amax(-1)
-    return torch.minimum(first_reached, last_possible)
+    token = torch.minimum(first_reached, last_possible)
+    return token if names is None else names[token]
 
 
 def _drop_below_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -13,19 +13,22 @@ import torch
 from torch import Tensor
 
 ACCEPTED = 0.7  # share of drawn tokens that are accepted, about: what siblings and children are ranked by
+KEPT = 1.0  # a score above all log-probabilities
 LOG_ACCEPTED, LOG_REFUSED = math.log(ACCEPTED), math.log(1 - ACCEPTED)
 
 
-def put_first(drawn: Tensor, tokens: Tensor, *values: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Return tokens [bs, n] int64, distinct, with drawn [bs] in front, and each of `values` in the same order.
+def put_first(drawn: Tensor, tokens: Tensor, log_probs: Tensor, own: Tensor | None) -> None:
+    """Put drawn [n] int64 in front of tokens [n, K] int64, distinct, and `own` [n] of log_probs [n, K], in place.
 
     It changes places with the first token if it is among them, else with the last, which is left out for the first.
-    values: pairs of [bs, n] and what belongs to `drawn` [bs].
+    own: the log-probability of `drawn`; None: the tokens are children of the spine, and log_probs become `ranked`.
     """
     is_there, last = tokens == drawn.unsqueeze(1), tokens.shape[1] - 1
     place = torch.where(is_there.any(1), is_there.long().argmax(1), last).unsqueeze(1)
-    pairs = ((tokens, drawn), *values)
-    return [torch.cat([own.unsqueeze(1), of.scatter(1, place, of[:, :1])[:, 1:]], 1) for of, own in pairs]
+    for of, first in ((tokens, drawn), (log_probs, log_probs[:, 0] if own is None else own)):
+        of.copy_(torch.cat([first.unsqueeze(1), of.scatter(1, place, of[:, :1])[:, 1:]], 1))
+    if own is None:
+        log_probs.copy_(ranked(log_probs))
 
 
 def ranked(log_probs: Tensor) -> Tensor:
@@ -34,7 +37,9 @@ def ranked(log_probs: Tensor) -> Tensor:
     return torch.where(first, LOG_ACCEPTED, log_probs + LOG_REFUSED)
 
 
-def kept(scores: Tensor) -> Tensor:
-    """Return the scores [bs, n] of candidates that `tree.build` takes; the first, a node of the spine, is above all."""
-    first = torch.arange(scores.shape[1], device=scores.device) == 0
-    return scores.masked_fill(first, 1.0)
+def firsts(depths: Tensor) -> Tensor:
+    """Return which candidates of a tree are nodes of its spine, [N] bool: the first of each of depths [N], ascending.
+
+    `tree.build` takes them with the score `KEPT`.
+    """
+    return depths != torch.cat([depths.new_zeros(1), depths[:-1]])

@@ -8,7 +8,7 @@ from specdec.backends.base import Capabilities
 from specdec.backends.metadata import slots_at
 from specdec.core.cache.pool import Commit, KVPool
 from specdec.core.cache.tables import write_pages
-from specdec.core.functional import lookup, processors, sampling, tree, verify
+from specdec.core.functional import lookup, processors, sampling, spine, tree, verify
 from specdec.core.functional.ops import RoundOps
 from specdec.core.functional.processors import ProcessorState
 from specdec.core.functional.results import pack
@@ -88,6 +88,7 @@ TORCH_OPS = RoundOps(
     top_tokens=tree.top_tokens,
     grow=tree.grow,
     build=tree.build,
+    put_first=spine.put_first,
     verify_greedy=verify.verify_greedy,
     verify_tree=verify.verify_tree,
     verify_chain=verify.verify_chain,
@@ -110,7 +111,8 @@ TORCH_OPS = RoundOps(
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton.round import admit, chain, lookup, rows, spine, tree, trim, walk
+    from specdec.backends.triton.round import admit, chain, lookup, rows, tree, trim, walk
+    from specdec.backends.triton.round import spine as drawn_paths
     from specdec.backends.triton.sampling import bitmask, draws, law, processors, top
     from specdec.backends.triton.sampling import uniform as sampling
 
@@ -132,6 +134,9 @@ def _triton_ops() -> RoundOps:
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
 
+    def put_first(drawn: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, own: torch.Tensor | None) -> None:
+        drawn_paths.put_first(drawn, tokens, log_probs, own, (spine.LOG_ACCEPTED, spine.LOG_REFUSED))
+
     def verify_greedy(logits: torch.Tensor, draft: Tree, num_steps: int) -> VerifyOutput:
         return VerifyOutput(*walk.verify_greedy(logits, draft.tokens, draft.parents, num_steps))
 
@@ -144,7 +149,7 @@ def _triton_ops() -> RoundOps:
     def verify_spine(
         probs: torch.Tensor, laws: torch.Tensor, draft: Tree, num_steps: int, uniforms: torch.Tensor
     ) -> VerifyOutput:
-        return VerifyOutput(*spine.verify_spine(probs, laws, *draft[:3], num_steps, uniforms))
+        return VerifyOutput(*drawn_paths.verify_spine(probs, laws, *draft[:3], num_steps, uniforms))
 
     def process(
         logits: torch.Tensor, draft: Tree, owners: torch.Tensor, num_context: torch.Tensor, state: ProcessorState
@@ -161,6 +166,7 @@ def _triton_ops() -> RoundOps:
         top_tokens=top.top_tokens,
         grow=grow,
         build=build,
+        put_first=put_first,
         verify_greedy=verify_greedy,
         verify_tree=verify_tree,
         verify_chain=verify_chain,

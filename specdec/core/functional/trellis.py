@@ -9,7 +9,6 @@ and a node's ancestors score no less than it does.
 import torch
 from torch import Tensor
 
-from specdec.core.functional import spine
 from specdec.core.functional.ops import RoundOps
 from specdec.core.functional.tree import Frontier
 
@@ -70,5 +69,4 @@ def walk(
         scores.append(frontier.scores)
         parents.append(base + frontier.above)
         base, size = base + size, kept
-    scores = [spine.kept(own) for own in scores] if has_spine else scores
     return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
