@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.triton.round.walk import (
+from specdec.backends.triton.round.path import (
     VerifyOutput,
     empty_notes,
     empty_output,
