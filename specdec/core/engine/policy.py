@@ -9,7 +9,6 @@ pay is tried from time to time: a probe, which costs a small share of the time.
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from math import log
 from typing import NamedTuple
 
 from specdec.core.config import CATCH_UP, Shape
@@ -18,12 +17,12 @@ MARGIN = 1.03  # another shape must be better by this
 IN_A_ROW = 2  # in so many decisions, one after the other
 SLIGHTLY, LONG = 1.01, 48  # or by this, in so many
 STAY = 8  # rounds that a shape stays at least, and after which its acceptance is out of date
-PROBE = 4  # requests whose rounds make a probe, which has two rounds at most; a round of so many counts as 4
+PROBE = 4  # requests whose rounds make a probe, which has two rounds at most; a decision about so many counts as 4
 PROBE_SHARE = 0.01  # of the tokens, that probes may cost
 SHORTEST_WAIT = 16  # rounds between probes
 FOLLOW_SHARE = 0.01  # of the time of plain rounds, that letting the draft follow them may take
-SLOW, FAST = 512, 24  # drafts judged that averages remember, and that a first guess is worth
-CHANGED, ODDS = 6.0, 8.0  # log-likelihood of odds that many times higher, or lower, from which on they count as changed
+SLOW, FAST = 512, 24  # drafts judged that averages remember
+CHANGED = 3.5  # standard deviations between both from which on acceptance counts as changed
 PRIOR = 0.6  # share of drafts accepted before any was judged
 GAIN = 1.7  # a tree accepts a token as so many independent chains would, before it is measured
 NUM_SWITCHES = 8  # the last ones, which the report shows
@@ -41,7 +40,7 @@ class CostTable(NamedTuple):
 
 
 class Accepted:
-    """Drafts that were judged and accepted lately, by position: of all chains together, or of a tree.
+    """Drafts of one shape that were judged and accepted lately, by position.
 
     Begins with `weight` drafts in all that were accepted with `chances` [num_steps].
     """
@@ -49,38 +48,33 @@ class Accepted:
     def __init__(self, chances: Sequence[float], weight: float):
         self.judged = [weight / len(chances) for _ in chances]
         self.hits = [weight / len(chances) * chance for chance in chances]
-        self._changes = {ODDS: (0.0, 0, 0), 1 / ODDS: (0.0, 0, 0)}  # how likely each is, drafts and hits since it began
+        self._recent = sum(self.judged), sum(self.hits)
 
-    def add(self, lens: Sequence[int], num_steps: int) -> None:
-        """Count the requests of a round with `num_steps` positions, which emitted `lens` tokens each."""
+    def add(self, lens: Sequence[int]) -> None:
+        """Count the requests of a round, which emitted `lens` tokens each, bonus included."""
+        num_steps = len(self.judged)
         ends = [0] * (num_steps + 1)
         for emitted, count in Counter(lens).items():
             ends[min(emitted - 1, num_steps)] += count
-        places, going = len(self.judged), len(lens)
-        judged, hits = [0] * places, [0] * places
-        for j, end in enumerate(ends[:-1]):
-            judged[j] = going
+        judged, hits, going = [], [], len(lens)
+        for end in ends[:-1]:
+            judged.append(going)
             going -= end
-            hits[j] = going
-        share = min(max(sum(self.hits) / sum(self.judged), 0.02), 0.98)
-        keep = max(0.0, 1 - sum(judged) / SLOW)
-        self.judged = [keep * old + new for old, new in zip(self.judged, judged, strict=True)]
-        self.hits = [keep * old + new for old, new in zip(self.hits, hits, strict=True)]
-        self._follow_change(share, sum(judged), sum(hits))
+            hits.append(going)
+        num_judged, num_hits = sum(judged), sum(hits)
+        slow, fast = max(0.0, 1 - num_judged / SLOW), max(0.0, 1 - num_judged / FAST)
+        self.judged = [slow * old + new for old, new in zip(self.judged, judged, strict=True)]
+        self.hits = [slow * old + new for old, new in zip(self.hits, hits, strict=True)]
+        self._recent = self._recent[0] * fast + num_judged, self._recent[1] * fast + num_hits
+        self._follow_change()
 
-    def _follow_change(self, share: float, num_judged: int, num_hits: int) -> None:
-        """Forget the past where the last drafts are accepted with other odds (CUSUM: Page, Biometrika 41, 1954)."""
-        for odds, (likely, judged, hits) in self._changes.items():
-            other = share * odds / (1 - share + share * odds)
-            likely += num_hits * log(other / share) + (num_judged - num_hits) * log((1 - other) / (1 - share))
-            judged, hits = judged + num_judged, hits + num_hits
-            self._changes[odds] = (likely, judged, hits) if likely > 0 else (0.0, 0, 0)
-            if likely > CHANGED:
-                total, lately = sum(self.judged), (hits + 1) / (judged + 2)
-                self.judged = [min(judged, total) / total * old for old in self.judged]
-                self.hits = [lately * judged for judged in self.judged]
-                self._changes = dict.fromkeys(self._changes, (0.0, 0, 0))
-                return
+    def _follow_change(self) -> None:
+        """Forget the past where the last drafts differ from it by more than chance would have it."""
+        total, recent = sum(self.judged), self._recent[0]
+        share, lately = min(max(sum(self.hits) / total, 0.02), 0.98), self._recent[1] / recent
+        if abs(lately - share) > CHANGED * (share * (1 - share) / recent) ** 0.5:
+            self.judged = [recent * old / total for old in self.judged]
+            self.hits = [lately * judged for judged in self.judged]
 
     def chances(self, num_steps: int) -> list[float]:
         """Return the chance of each position to be accepted if the one before is; past the last, that of the last."""
@@ -101,12 +95,11 @@ class Policy:
         self.shapes, self._costs = tuple(shapes), costs
         self._buckets = sorted(costs.rows)
         self._bucket = 0
-        self._kinds = [i if s.topk > 1 else 0 for i, s in enumerate(self.shapes)]  # all chains are one kind
-        deepest = max(s.num_steps for s in self.shapes)
-        self._accepted = [Accepted([PRIOR] * deepest, FAST / 2) for _ in self.shapes]  # of each kind
-        self._source = 0  # the kind whose accepted drafts the others are judged by
-        self._trial: int | None = None  # another one that drafted since
-        self._tried = [(FAST / 2, FAST / 2) for _ in self.shapes]  # drafts accepted, and those expected, of each tree
+        self._accepted = [Accepted([PRIOR] * max(s.num_steps, 1), FAST / 2) for s in self.shapes]
+        self._source = 1  # the shape whose accepted drafts the others are judged by
+        self._trial = 0  # another one that drafted since
+        weights = [FAST / 2 if s.topk > 1 else 2 * FAST for s in self.shapes]  # chains are much as the model says
+        self._tried = [(w, w) for w in weights]  # drafts accepted, and those expected, of each
         self._expected: list[float] = []  # tokens of a round of each, as known by now
         self._slower: dict[tuple[int, int], float] = {}  # (bucket, shape): measured ms over those of the table
         self._round = self._since = 0  # rounds; the one of the last switch
@@ -121,9 +114,10 @@ class Policy:
 
     def choose(self, batch: int, context: int) -> int:
         """Return the index of the shape for the next round of `batch` requests with `context` tokens each."""
-        bucket, pace = self._bucket_of(batch), min(batch, PROBE)
+        bucket = self._bucket_of(batch)
         rates = self._rates(bucket, context)
         best = max(range(len(rates)), key=rates.__getitem__)
+        pace = min(batch, PROBE)  # the more requests, the more certain is what a round shows
         self._num_better = self._num_better + pace if rates[best] > MARGIN * rates[self.index] else 0
         self._num_ahead = self._num_ahead + pace if rates[best] > SLIGHTLY * rates[self.index] else 0
         self._round += 1
@@ -131,7 +125,7 @@ class Policy:
             self._bucket, self._left = bucket, 0
             self._switch(best, rates, f"batches of up to {bucket}")
         elif self._num_better >= IN_A_ROW and pace * (self._round - self._since) > STAY:
-            self._switch(best, rates, "better in two decisions" if pace == 1 else "better")
+            self._switch(best, rates, "better in two decisions" if pace < IN_A_ROW else "better")
         elif self._num_ahead >= LONG:
             self._switch(best, rates, "slightly better for long")
         elif not self._left:
@@ -145,33 +139,28 @@ class Policy:
         """Take note of a round of `shapes[index]`: the tokens of each request that goes on after it, bonus included."""
         if not index or not lens:
             return
-        kind, is_stale, self._noted = self._kinds[index], self._round - self._noted > STAY, self._round
-        if is_stale or kind not in (self._source, self._trial):  # it begins with what could be expected
-            self._accepted[kind] = Accepted(self._chances(index, len(self._accepted[kind].judged)), FAST / 4)
-            self._trial = kind
-        if is_stale or kind == self._source or self._round - self._last_of(self._source) > STAY:
-            self._source, self._trial = kind, None
+        is_stale, self._noted = self._round - self._noted > STAY, self._round
+        if is_stale or (index != self._source and index != self._trial):  # it begins with what could be expected
+            self._accepted[index] = Accepted(self._chances(index), FAST / 4)
+            self._trial = index
+        if is_stale or index == self._source or self._round - self._last[self._source] > STAY:
+            self._source, self._trial = index, 0
         else:
-            self._compare(index, len(lens), sum(lens) - len(lens))
-        self._accepted[kind].add(lens, self.shapes[index].num_steps)
+            hits, modelled = sum(lens) - len(lens), len(lens) * self._modelled(index)
+            if index == 1:  # which others are compared with
+                self._compare(self._source, modelled, hits)
+            else:
+                self._compare(index, hits, modelled / self._bias(self._source))
+        self._accepted[index].add(lens)
         self._expected = []
 
-    def _last_of(self, kind: int) -> int:
-        """Return the last round of a kind of shapes."""
-        return max(last for i, last in enumerate(self._last) if i and self._kinds[i] == kind)
-
-    def _compare(self, index: int, num: int, hits: float) -> None:
-        """Take note of the drafts that a trial had accepted, and of those that its model had let expect."""
-        tree, modelled = self._kinds[index], num * self._modelled(index)
-        if tree:
-            modelled /= self._bias(self._source)
-        else:  # a chain, which the source is compared with
-            tree, hits, modelled = self._source, modelled, hits
+    def _compare(self, index: int, hits: float, modelled: float) -> None:
+        """Take note of drafts accepted of `shapes[index]`, and of those that the model had let expect."""
         weight = min(1.0, FAST / max(modelled, 1.0))  # many requests are one trial: acceptance may have changed
         hits, modelled = weight * hits, weight * modelled
         keep = max(0.0, 1 - modelled / SLOW)
-        old_hits, old_modelled = self._tried[tree]
-        self._tried[tree] = keep * old_hits + hits, keep * old_modelled + modelled
+        old_hits, old_modelled = self._tried[index]
+        self._tried[index] = keep * old_hits + hits, keep * old_modelled + modelled
 
     def note_time(self, index: int, batch: int, context: int, ms: float) -> None:
         """Take note of the measured time of a round."""
@@ -195,25 +184,24 @@ class Policy:
         """Return the tokens that a request can expect of a round of `shapes[index]`."""
         if not self._expected:
             own, places = self._bias(self._source), range(len(self.shapes))
-            self._expected = [1 + self._modelled(i) * self._bias(self._kinds[i]) / own for i in places]
+            self._expected = [1 + self._modelled(i) * self._bias(i) / own for i in places]
         return self._expected[index]
 
     def _modelled(self, index: int) -> float:
         """Return the drafts that a round has accepted by the source's chances, trees and chains as the model says."""
         path, total = 1.0, 0.0
-        for chance in self._chances(index, self.shapes[index].num_steps):
+        for chance in self._chances(index):
             path *= chance
             total += path
         return total
 
-    def _chances(self, index: int, num_steps: int) -> list[float]:
-        gain = (GAIN if self._kinds[index] else 1.0) / (GAIN if self._source else 1.0)
-        chances = self._accepted[self._source].chances(num_steps)
+    def _chances(self, index: int) -> list[float]:
+        gains = [GAIN if self.shapes[i].topk > 1 else 1.0 for i in (index, self._source)]
+        chances, gain = self._accepted[self._source].chances(self.shapes[index].num_steps), gains[0] / gains[1]
         return chances if gain == 1 else [1 - (1 - chance) ** gain for chance in chances]
 
-    def _bias(self, kind: int) -> float:
-        """Return what trees of a kind have accepted over what chains and the model had let expect."""
-        hits, wanted = self._tried[kind]
+    def _bias(self, index: int) -> float:
+        hits, wanted = self._tried[index]
         return hits / wanted
 
     def _bucket_of(self, batch: int) -> int:

@@ -93,7 +93,7 @@ def play_rounds(batches: Iterable[tuple[Batch, Outcome]]) -> AcceptanceStats:
             place = 0
             while place < len(ahead):
                 emitted = min(ahead[place] + 1, len(ahead) - place)
-                total.add(emitted)
+                total.add([emitted])
                 place += emitted
     return total
 
