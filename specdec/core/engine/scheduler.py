@@ -105,8 +105,8 @@ class Scheduler:
             growing += self.slot_tables.pages_for(most - need)
             self.preemption["recomputed_tokens"] += (request.num_to_prefill - num_cached) * bool(request.num_preempted)
             self.admitted.append(request)
-            self.running.append(request)  # from here on it owns the row, whatever happens; see `repair`
             self._are_prefilled = False
+            self.running.append(request)  # from here on it owns the row, whatever happens; see `repair`
             del self.waiting[num_passed]
             self.sharing.begin(request)
 
@@ -232,7 +232,7 @@ class Scheduler:
         self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None and r.row is not None]
         self.admitted = [r for r in self.running if r in self.admitted]
         self.waiting = deque(r for r in self.waiting if r not in self.running)
-        self._is_full = False
+        self._is_full, self._are_prefilled, self._num_safe = False, False, 0
         for request in self.waiting:
             request.row = None
         self.slot_tables.repair([r.row for r in self.running if r.row is not None])
