@@ -119,14 +119,16 @@ class Scheduler:
         if self._num_safe and requests == self._grown:
             self._num_safe -= 1
             return True
-        tables, needs = self.slot_tables, {}
+        tables, needs, spare = self.slot_tables, {}, GROWTH
         for r in requests:
             assert r.row is not None
-            certain = self.slots_needed(len(r.prompt_ids) + len(r.tokens) - 1, ahead)
-            needs[r.row] = min(certain, self._most_slots(r)), self._most_slots(r)
-        if all(tables.num_slots(row) >= need for row, (need, _) in needs.items()):
-            spare = [tables.num_slots(row) - need for row, (need, most) in needs.items() if need < most]
-            self._grown, self._num_safe = requests, min(spare, default=GROWTH) // self._round_width
+            most = self._most_slots(r)
+            need = min(self.slots_needed(len(r.prompt_ids) + len(r.tokens) - 1, ahead), most)
+            needs[r.row], left = (need, most), tables.num_slots(r.row) - need
+            if left < 0 or need < most:
+                spare = min(spare, left)
+        if spare >= 0:
+            self._grown, self._num_safe = requests, spare // self._round_width
             return True
         return any(  # all that will need more soon, so that it is seldom done
             tables.grow(
@@ -177,9 +179,8 @@ class Scheduler:
 
     def decoding(self) -> list[Request]:
         """Return the requests of the next round: not those whose last token is already on its way."""
-        return [
-            r for r in self.running if r.finish_reason is None and r.num_certain < r.max_new_tokens and r.is_prefilled
-        ]
+        going = [r for r in self.running if r.finish_reason is None and r.num_certain < r.max_new_tokens]
+        return going if self._are_prefilled else [r for r in going if r.is_prefilled]
 
     def release(self, request: Request) -> None:
         """Free row and slots of a finished or abandoned request, or drop a waiting one."""
