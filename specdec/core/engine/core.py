@@ -43,7 +43,7 @@ class Core:
         self.state = parts.state
         self.context = parts.context
         self.models = parts.models
-        self.scheduler = Scheduler(parts.tables, config.tail_reserve, parts.worker.looks_ahead, config.num_steps + 1)
+        self.scheduler = Scheduler(parts.tables, config.tail_reserve, config.num_steps + 1, parts.worker.looks_ahead)
         width = line_width(config.num_steps + 1, config.logprobs, config.digests)
         self.mailbox = Mailbox(device, most=config.max_batch * width)
         self.launcher = Launcher(parts, self.scheduler, self.mailbox)

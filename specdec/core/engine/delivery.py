@@ -49,39 +49,37 @@ class Delivery:
 
     def _hand_over_or_end(self, request: Request, row: list[int], results: Results) -> None:
         try:
-            count = self.hand_over(request, row, results.played is not None, results.is_masked)
-            results.lens.append(count)
+            self.hand_over(request, row, results)
         except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
             request.failure, request.finish_reason = failure_of(error), "error"
             if not isinstance(error, Exception):
                 raise
 
-    def hand_over(self, request: Request, row: list[int], is_round: bool, is_masked: bool = True) -> int:
-        """Give a running request what it emitted in one launch; return how many tokens it took."""
+    def hand_over(self, request: Request, row: list[int], results: Results) -> None:
+        """Give a running request its `row` of `results`."""
         emitted = unpack(row, self._config.logprobs, self._config.digests)
         assert emitted.tokens, "a running request emitted nothing: host and device disagree on who runs"
         request.num_certain += len(emitted.tokens) - 1
         tokens = emitted.tokens[: len(emitted.tokens) - emitted.is_invalid]
         num_before, count = len(request.tokens), len(tokens)
         if request.constraint is not None:
-            count = request.constraint.advance(tokens, is_masked)
+            count = request.constraint.advance(tokens, results.is_masked)
         if count:
             request.take(tokens[:count], emitted.logprobs[:count], emitted.digests[:count])
         if count < len(tokens) and request.finish_reason is None:
-            if is_masked:
+            if results.is_masked:
                 _end_dead(request)
             else:
                 self.undone.append(request)
         if emitted.is_invalid and request.finish_reason is None:
             self._end_invalid(request)
-        num_taken = len(request.tokens) - num_before
-        if is_round:
-            request.round_lens.append(num_taken)
+        if results.played is not None:
+            for lens in (request.round_lens, results.lens):
+                lens.append(len(request.tokens) - num_before)
         # Stop strings, which only text shows, dead ends and forbidden tokens are what the device does not see.
         is_over, reason = request.finish_reason is not None, request.finish_reason
         is_unseen = reason in ("stop_string", "dead_end") or request in self.undone
         assert is_unseen or is_over == emitted.is_finished, "host and device disagree"
-        return num_taken
 
     def _end_invalid(self, request: Request) -> None:
         """End a request after whose text the target's logits are not finite."""

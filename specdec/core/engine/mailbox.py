@@ -15,8 +15,8 @@ class Results:
     """Results of one launch, being copied to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished.
 
     played: the round, None for first tokens. is_masked: whether grammars masked the logits, if there are some.
-    num_read, lens: requests that have their tokens already, and how many tokens, counted by the caller that hands them
-    out.
+    num_read: requests that have their tokens already; lens: of a round, how many tokens each of them took. The caller
+    that hands them out counts both.
     """
 
     requests: tuple[Request, ...]

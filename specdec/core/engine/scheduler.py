@@ -23,10 +23,10 @@ class Scheduler:
     sharing: what of their prompts' K/V is there when they are admitted; looks_ahead: see `Sharing`.
     """
 
-    def __init__(self, slot_tables: SlotTables, tail_reserve: int, looks_ahead: int = 0, round_width: int = 0):
+    def __init__(self, slot_tables: SlotTables, tail_reserve: int, round_width: int, looks_ahead: int = 0):
         self.slot_tables = slot_tables
         self.tail_reserve = tail_reserve
-        self._round_width = round_width or tail_reserve  # tokens that a round emits, at most
+        self._round_width = round_width  # tokens that a round emits, at most
         self.sharing = Sharing(slot_tables, looks_ahead)
         self.refill = max(1, slot_tables.max_batch // 16)
         self._num_held = 0  # rounds since a row has been held back

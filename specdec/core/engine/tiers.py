@@ -14,7 +14,7 @@ from specdec.core.engine.request import Request
 
 
 class Played(NamedTuple):
-    """A round that is launched: its tier, requests, their mean length in tokens (of some), and when (s).
+    """A round that is launched: its tier, requests, the mean length in tokens of some of them, and when (s).
 
     catch_ups: how often the draft must catch up first. is_timed: whether nothing else was launched since the last one.
     """
@@ -67,8 +67,8 @@ class Tiers:
         """Decide about the next round, of `requests`, which is about to be launched."""
         batch, context, tier = len(requests), 0, len(self.shapes) - 1
         if self.policy is not None:
-            some = requests[:: 1 + batch // 16]
-            context = sum([len(r.prompt_ids) + len(r.tokens) for r in some]) // len(some)
+            sample = requests[:: 1 + batch // 16]
+            context = sum([len(r.prompt_ids) + len(r.tokens) for r in sample]) // len(sample)
             tier = self.policy.choose(batch, context) if self.fixed is None else self.fixed
         catch_ups = 0 if self._reads_features is None else self._count_behind(tier, requests)
         is_timed, self._is_disturbed = not self._is_disturbed and not catch_ups, False

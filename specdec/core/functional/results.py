@@ -45,7 +45,7 @@ def append_logprobs(lines: Tensor, logprobs: Tensor) -> Tensor:
 
 def unpack(line: list[int], num_top: int | None = None, has_digests: bool = False) -> Emitted:
     """Unpack the line of one request, on the host; num_top: None if it has no log-probabilities."""
-    if num_top is None and not has_digests:
+    if num_top is None and not has_digests:  # the usual line, of which a batch has many
         accept_len, invalid, finished = line[-NUM_FLAGS:]
         return Emitted(line[:accept_len], bool(invalid), bool(finished), [], [])
     width = (len(line) - NUM_FLAGS) // (line_width(1, num_top, has_digests) - NUM_FLAGS)

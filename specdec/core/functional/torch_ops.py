@@ -1,6 +1,7 @@
 """The two sets of `RoundOps`: torch, which specifies them, and Triton; and the choice between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -109,6 +110,16 @@ TORCH_OPS = RoundOps(
 )
 
 
+def _verifier(kernel: Callable[..., tuple[torch.Tensor, ...]], num_parts: int) -> Callable[..., VerifyOutput]:
+    """Return `kernel`, which takes the first `num_parts` tensors of a tree, as a function of the tree itself."""
+
+    def verify(*arguments: Any) -> VerifyOutput:
+        parts = [part for a in arguments for part in (a[:num_parts] if isinstance(a, Tree) else (a,))]
+        return VerifyOutput(*kernel(*parts))
+
+    return verify
+
+
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
     from specdec.backends.triton.round import admit, chain, lookup, rows, tree, trim, walk
@@ -137,20 +148,6 @@ def _triton_ops() -> RoundOps:
     def put_first(drawn: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, own: torch.Tensor | None) -> None:
         drawn_paths.put_first(drawn, tokens, log_probs, own, (spine.LOG_ACCEPTED, spine.LOG_REFUSED))
 
-    def verify_greedy(logits: torch.Tensor, draft: Tree, num_steps: int) -> VerifyOutput:
-        return VerifyOutput(*walk.verify_greedy(logits, draft.tokens, draft.parents, num_steps))
-
-    def verify_tree(probs: torch.Tensor, draft: Tree, num_steps: int, uniforms: torch.Tensor) -> VerifyOutput:
-        return VerifyOutput(*walk.verify_tree(probs, draft.tokens, draft.parents, num_steps, uniforms))
-
-    def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> VerifyOutput:
-        return VerifyOutput(*walk.verify_chain(probs, laws, draft.tokens, uniforms))
-
-    def verify_spine(
-        probs: torch.Tensor, laws: torch.Tensor, draft: Tree, num_steps: int, uniforms: torch.Tensor
-    ) -> VerifyOutput:
-        return VerifyOutput(*drawn_paths.verify_spine(probs, laws, *draft[:3], num_steps, uniforms))
-
     def process(
         logits: torch.Tensor, draft: Tree, owners: torch.Tensor, num_context: torch.Tensor, state: ProcessorState
     ) -> torch.Tensor:
@@ -167,10 +164,10 @@ def _triton_ops() -> RoundOps:
         grow=grow,
         build=build,
         put_first=put_first,
-        verify_greedy=verify_greedy,
-        verify_tree=verify_tree,
-        verify_chain=verify_chain,
-        verify_spine=verify_spine,
+        verify_greedy=_verifier(walk.verify_greedy, 2),
+        verify_tree=_verifier(walk.verify_tree, 2),
+        verify_chain=_verifier(walk.verify_chain, 1),
+        verify_spine=_verifier(drawn_paths.verify_spine, 3),
         process=process,
         law=law.law,
         sample=draws.sample,

@@ -39,7 +39,7 @@ class AnswerForm:
     splitters: Sequence[Splitter] = ()
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    _frames: dict[int, tuple[str, str]] = field(default_factory=dict)
+    _frames: dict[int, tuple[str, str]] = field(default_factory=dict, init=False)  # of each choice, see `events`
 
     def whole(self, choices: Sequence[Sequence[StreamPiece]], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one piece, from all pieces of every choice."""
