@@ -139,6 +139,29 @@ def test_a_trial_of_a_tree_while_acceptance_changes_is_one_of_many():
     assert 0.9 * good < policy.expected(2) < good
 
 
+def test_a_chain_tried_while_acceptance_changes_says_little_of_chains():
+    policy = Policy((*SHAPES[:2], Shape(5, 1, 6)), table())
+    for _ in range(20):
+        policy.note(1, [1] * 60 + [2] * 4)
+    wanted = policy.expected(2) - policy.expected(1)
+    policy.note(2, [5] * 64)  # far more than the last rounds let expect
+    for _ in range(2):
+        policy.note(1, [1] * 60 + [2] * 4)
+    assert policy.expected(2) - policy.expected(1) < wanted + 0.01
+
+
+def test_what_rounds_take_in_another_context_holds_for_shapes_that_are_not_in_use():
+    policy = Policy(SHAPES, table(long=1.0))
+    for index in (0, 1, 2, 1):
+        for _ in range(40):
+            policy.note_time(index, 1, 512, COSTS[1][index])
+    for _ in range(60):
+        policy.note_time(1, 1, 8192, 1.4 * COSTS[1][1])
+    ratios = [policy.costs_ms(i)[1] / ms for i, ms in enumerate(COSTS[1])]
+    assert max(ratios) < 1.4 and min(ratios) > 1.3, ratios
+    assert policy.costs_ms(1)[8] == COSTS[8][1], "but not for other batches"
+
+
 def test_a_slight_lead_that_lasts_is_followed():
     for rates, num in (((0.2, 0.340, 0.331), 47), ((0.2, 0.340, 0.337), 99)):  # the 48th decision; never
         policy = Policy(SHAPES, table())

@@ -94,6 +94,8 @@ def test_what_is_kept_gives_way_and_what_is_used_does_not(texts, page_size):
     for text in texts:
         model.keep(text)
         assert model.found([0, 1, 0]).tolist() == used.tolist()
+        num = model.cache.num_evictable
+        assert [model.cache.has_evictable(n) for n in range(num + 3)] == [True] * (num + 1) + [False] * 2
     model.cache.clear()
     assert model.pages.num_free == 12 - len(used)
 

@@ -169,13 +169,20 @@ class PrefixCache:
     @property
     def num_evictable(self) -> int:
         """Those of them that can be freed: nobody else holds them, or what follows them."""
-        count, gone = 0, set[Node]()
+        return sum(self._evictable())
+
+    def has_evictable(self, count: int) -> bool:
+        """Return whether `count` pages can be freed, without counting all of them."""
+        return any(total >= count for total in itertools.accumulate(self._evictable()))
+
+    def _evictable(self) -> Iterator[int]:
+        """Yield how many pages of a node can be freed, for one after the other."""
+        gone = set[Node]()
         for node in reversed(list(self._nodes())):  # children first
             if gone.issuperset(node.children.values()):
-                count += (num := len(node.pages) - self._num_held(node))
+                yield (num := len(node.pages) - self._num_held(node))
                 if num == len(node.pages):
                     gone.add(node)
-        return count
 
     def _walk(self, keys: np.ndarray) -> tuple[Node, int, np.ndarray]:
         """Return the last node that `keys` reach, how many of its pages they share, and the pages of all they share."""

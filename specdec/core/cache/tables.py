@@ -131,7 +131,7 @@ class SlotTables:
         """Return `count` pages, for which others give way that are only kept; None, with nothing changed, if `count`
         and `spare` cannot be had."""
         missing = count - self._pages.num_free
-        if missing + spare > 0 and missing + spare > self.prefixes.num_evictable:
+        if missing + spare > 0 and not self.prefixes.has_evictable(missing + spare):
             return None
         if missing > 0:
             self.prefixes.evict(missing)

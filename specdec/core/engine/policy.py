@@ -23,6 +23,7 @@ SHORTEST_WAIT = 16  # rounds between probes
 FOLLOW_SHARE = 0.01  # of the time of plain rounds, that letting the draft follow them may take
 SLOW, FAST = 512, 24  # drafts judged that averages remember
 CHANGED = 3.5  # standard deviations between both from which on acceptance counts as changed
+OFF = 1.25, 2.0  # factors by which one trial, of a chain or a tree, may differ from the model: else acceptance changed
 PRIOR = 0.6  # share of drafts accepted before any was judged
 GAIN = 1.7  # a tree accepts a token as so many independent chains would, before it is measured
 NUM_SWITCHES = 8  # the last ones, which the report shows
@@ -98,10 +99,11 @@ class Policy:
         self._accepted = [Accepted([PRIOR] * max(s.num_steps, 1), FAST / 2) for s in self.shapes]
         self._source = 1  # the shape whose accepted drafts the others are judged by
         self._trial = 0  # another one that drafted since
-        weights = [FAST / 2 if s.topk > 1 else 2 * FAST for s in self.shapes]  # chains are much as the model says
+        weights = [FAST / 2 if s.topk > 1 else 8 * FAST for s in self.shapes]  # chains are much as the model says
         self._tried = [(w, w) for w in weights]  # drafts accepted, and those expected, of each
         self._expected: list[float] = []  # tokens of a round of each, as known by now
-        self._slower: dict[tuple[int, int], float] = {}  # (bucket, shape): measured ms over those of the table
+        self._slower = dict.fromkeys(self._buckets, 1.0)  # measured ms over those of the table, of all shapes alike,
+        self._own: dict[tuple[int, int], tuple[float, int]] = {}  # and of each beside that: (bucket, shape), of rounds
         self._round = self._since = 0  # rounds; the one of the last switch
         self._last = [0] * len(self.shapes)  # the last round of each shape
         self._noted = 0  # the round in which drafts were judged last
@@ -156,18 +158,24 @@ class Policy:
 
     def _compare(self, index: int, hits: float, modelled: float) -> None:
         """Take note of drafts accepted of `shapes[index]`, and of those that the model had let expect."""
-        weight = min(1.0, FAST / max(modelled, 1.0))  # many requests are one trial: acceptance may have changed
+        if modelled > FAST:  # of fewer, chance may be that far off
+            off = OFF[self.shapes[index].topk > 1]
+            hits = min(max(hits, modelled / off), modelled * off)
+        weight = min(1.0, FAST / max(modelled, hits, 1.0))  # many requests are one trial
         hits, modelled = weight * hits, weight * modelled
         keep = max(0.0, 1 - modelled / SLOW)
         old_hits, old_modelled = self._tried[index]
         self._tried[index] = keep * old_hits + hits, keep * old_modelled + modelled
 
     def note_time(self, index: int, batch: int, context: int, ms: float) -> None:
-        """Take note of the measured time of a round."""
+        """Take note of the measured time of a round: how its shape differs from others is learned in its first rounds;
+        what changes later, such as with the context, is taken to hold for those that are not in use, too."""
         bucket = self._bucket_of(batch)
-        ratio = ms / self._cost(bucket, index, context)
-        known = self._slower.get((bucket, index), 1.0)
-        self._slower[bucket, index] = known + 0.1 * (min(max(ratio, known / 2), 2 * known) - known)
+        own, num = self._own.get((bucket, index), (1.0, 0))
+        off = ms / (self._cost(bucket, index, context) * self._slower[bucket] * own)
+        off, share = min(max(off, 0.5), 2.0) - 1, max(1 / (num + 4), 0.02)
+        self._own[bucket, index] = own * (1 + share * off), num + 1
+        self._slower[bucket] *= 1 + 0.1 * (1 - 4 * share) * off if num else 1
 
     def keeps_up(self, batch: int) -> bool:
         """Return whether the draft follows plain rounds of `batch` requests, which costs little where products of few
@@ -216,14 +224,15 @@ class Policy:
     def costs_ms(self, index: int) -> dict[int, float]:
         """Return ms of a round of `shapes[index]` by bucket of batches, in a short context, as measured by now."""
         near = self._costs.contexts[0]
-        return {b: self._cost(b, index, near) * self._slower.get((b, index), 1.0) for b in self._buckets}
+        own = {b: self._own.get((b, index), (1.0, 0))[0] for b in self._buckets}
+        return {b: self._cost(b, index, near) * self._slower[b] * own[b] for b in self._buckets}
 
     def _rates(self, bucket: int, context: int) -> list[float]:
         """Expected tokens of a request a ms, of each shape."""
         places = range(len(self.shapes))
-        slower = [self._slower.get((bucket, i)) for i in places]
-        unknown = min([1.0, *(s for s in slower if s is not None)])  # so that it is tried rather than not
-        costs = [self._cost(bucket, i, context) * (slower[i] or unknown) for i in places]
+        own = [self._own.get((bucket, i), (None, 0))[0] for i in places]
+        unknown = min([1 / self._slower[bucket], 1.0, *(o for o in own if o)])  # so that it is tried rather than not
+        costs = [self._cost(bucket, i, context) * self._slower[bucket] * (own[i] or unknown) for i in places]
         if not self.index:  # until the draft has caught up, which is worth it for a while only
             costs[1:] = [cost + self._costs.catch_up[bucket] / (2 * STAY) for cost in costs[1:]]
         return [self.expected(i) / cost for i, cost in zip(places, costs, strict=True)]

@@ -77,8 +77,11 @@ def measure_policy(subject: Timed, grid: Grid, prompts: Prompts | None = None, *
         largest = {int(c): max(b for b, other in grid.cells if other == c) for _, c in grid.cells}
         prompts = {context: subject.prompts(Cell(batch, context)) for context, batch in largest.items()}
     capacity = {**grid.capacity(prompts), "graph_sampling": "greedy", "prefix_cache": True}
+    plain: dict[tuple[int, int | str, int], float] = {}  # of texts as long, since longer ones cost more
     with attach(subject.model, None, None, **capacity) as engine:
-        plain = {(b, c): _runs(engine, own, b, grid, (1.0,)) for b, c, own in _kept(engine, grid, prompts)}
+        for batch, context, own in _kept(engine, grid, prompts):
+            for length, taus in {grid.num_tokens(batch, taus): taus for taus in grid.taus}.items():
+                plain[batch, context, length] = _runs(engine, own, batch, grid, taus)
     free(subject.device)
     given = {"num_steps": AUTO, **settings, **capacity}
     if any(grid.taus):
@@ -88,7 +91,8 @@ def measure_policy(subject: Timed, grid: Grid, prompts: Prompts | None = None, *
     with attach(subject.model, subject.draft, subject.algo, **given) as engine:
         for batch, context, own in _kept(engine, grid, prompts):
             for taus in grid.taus:
-                rows.append(_cell(engine, own, batch, grid, taus, plain[batch, context]))
+                alone = plain[batch, context, grid.num_tokens(batch, taus)]
+                rows.append(_cell(engine, own, batch, grid, taus, alone))
                 case = {"batch": batch, "prompts" if isinstance(context, str) else "context": context}
                 yield {"what": "policy", "shape": subject.shape, **case, **rows[-1]}
     yield {"what": "policy_summary", "shape": subject.shape, **_summary(rows)}

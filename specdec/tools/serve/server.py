@@ -31,7 +31,7 @@ from specdec.tools.serve.intake import Gone, Intake, StreamPiece
 from specdec.tools.serve.schema import MOST_VALUES, Body, parse
 
 NUM_TEXT_TOKENS = 16  # of a text completion that gives no length, as OpenAI's
-SWITCH_INTERVAL = 0.0002  # seconds for which the event loop may keep Python from the thread that steps; 0.005 is usual
+SWITCH_INTERVAL = 0.00001  # seconds for which the event loop may keep Python from the thread that steps; 0.005 is usual
 MOST_BYTES = 2 * 2**20  # of a body, besides 16 for every token of the longest request
 
 
