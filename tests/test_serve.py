@@ -1,6 +1,7 @@
 """`specdec serve`: OpenAI's client against a real server; greedy text equals `engine.generate`'s, and nothing leaks."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -180,14 +181,14 @@ def test_an_event_of_text_alone_is_that_of_any_piece(is_chat):
             assert form.events(piece) == "".join(map(forms.event, form.chunks(piece)))
 
 
-def test_threads_take_turns_as_before_once_it_has_served():
+def test_the_process_is_as_before_once_it_has_served():
     usual = sys.getswitchinterval()
     engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_batch=4, max_seq_len=100)
     sys.setswitchinterval(0.125)
     try:
         with serving(engine, name="tiny"):
-            assert sys.getswitchinterval() < 0.001
-        assert sys.getswitchinterval() == 0.125
+            assert sys.getswitchinterval() < 0.001 and gc.get_freeze_count() > 10000
+        assert sys.getswitchinterval() == 0.125 and not gc.get_freeze_count()
     finally:
         sys.setswitchinterval(usual)
         engine.detach()

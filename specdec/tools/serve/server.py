@@ -1,7 +1,6 @@
 """The app: OpenAI's chat and text completions, models, health and metrics, over one engine."""
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -28,12 +27,10 @@ from specdec.tools.serve.forms import STATUS, AnswerForm, as_json, event, proble
 from specdec.tools.serve.guard import Guard, prompts_of, read_body
 from specdec.tools.serve.images import MOST_BYTES as MOST_IMAGE_BYTES
 from specdec.tools.serve.intake import Gone, Intake, StreamPiece
+from specdec.tools.serve.process import shared_fairly
 from specdec.tools.serve.schema import MOST_VALUES, Body, parse
 
 NUM_TEXT_TOKENS = 16  # of a text completion that gives no length, as OpenAI's
-# Seconds for which the event loop may keep Python from the thread that steps; 0.005 is usual. A forward on a CPU lets
-# others have Python at every op, so that short intervals cost more than they bring.
-SWITCH_INTERVAL = {"cuda": 0.00001, "cpu": 0.0002}
 MOST_BYTES = 2 * 2**20  # of a body, besides 16 for every token of the longest request
 
 
@@ -53,20 +50,18 @@ def build_app(
     max_waiting: requests that may wait beside those that run; more are refused with 429. api_key: required of requests
     to /v1. allowed_origins: sites whose pages may ask (CORS), "*" for all. allowed_hosts: names that the Host header
     may have; None: any. log: takes a line of JSON for every text that is complete, which `specdec train adapt` reads.
-    While it serves, threads of the process take turns in Python after `SWITCH_INTERVAL`.
+    While it serves, the process has the settings of `shared_fairly`.
     """
     served = Endpoints(engine, name, Intake(engine, max_waiting, log))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         served.intake.start(asyncio.get_running_loop())
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_INTERVAL[engine.target_module.device.type])
-        try:
-            yield
-        finally:
-            sys.setswitchinterval(before)
-            served.intake.drain(0)
+        with shared_fairly(engine.target_module.device.type):
+            try:
+                yield
+            finally:
+                served.intake.drain(0)
 
     routes = [
         Route("/v1/chat/completions", partial(served.complete, is_chat=True), methods=["POST"]),
