@@ -102,8 +102,9 @@ class Policy:
         weights = [FAST / 2 if s.topk > 1 else 8 * FAST for s in self.shapes]  # chains are much as the model says
         self._tried = [(w, w) for w in weights]  # drafts accepted, and those expected, of each
         self._expected: list[float] = []  # tokens of a round of each, as known by now
+        places = range(len(self.shapes))
         self._slower = dict.fromkeys(self._buckets, 1.0)  # measured ms over those of the table, of all shapes alike,
-        self._own: dict[tuple[int, int], tuple[float, int]] = {}  # and of each beside that: (bucket, shape), of rounds
+        self._own = {(b, i): (1.0, 0) for b in self._buckets for i in places}  # and of each beside that, and its rounds
         self._round = self._since = 0  # rounds; the one of the last switch
         self._last = [0] * len(self.shapes)  # the last round of each shape
         self._noted = 0  # the round in which drafts were judged last
@@ -171,11 +172,11 @@ class Policy:
         """Take note of the measured time of a round: how its shape differs from others is learned in its first rounds;
         what changes later, such as with the context, is taken to hold for those that are not in use, too."""
         bucket = self._bucket_of(batch)
-        own, num = self._own.get((bucket, index), (1.0, 0))
+        own, num = self._own[bucket, index]
         off = ms / (self._cost(bucket, index, context) * self._slower[bucket] * own)
         off, share = min(max(off, 0.5), 2.0) - 1, max(1 / (num + 4), 0.02)
         self._own[bucket, index] = own * (1 + share * off), num + 1
-        self._slower[bucket] *= 1 + 0.1 * (1 - 4 * share) * off if num else 1
+        self._slower[bucket] *= 1 + 0.1 * (1 - 4 * share) * off
 
     def keeps_up(self, batch: int) -> bool:
         """Return whether the draft follows plain rounds of `batch` requests, which costs little where products of few
@@ -224,15 +225,15 @@ class Policy:
     def costs_ms(self, index: int) -> dict[int, float]:
         """Return ms of a round of `shapes[index]` by bucket of batches, in a short context, as measured by now."""
         near = self._costs.contexts[0]
-        own = {b: self._own.get((b, index), (1.0, 0))[0] for b in self._buckets}
-        return {b: self._cost(b, index, near) * self._slower[b] * own[b] for b in self._buckets}
+        return {b: self._cost(b, index, near) * self._slower[b] * self._own[b, index][0] for b in self._buckets}
 
     def _rates(self, bucket: int, context: int) -> list[float]:
         """Expected tokens of a request a ms, of each shape."""
         places = range(len(self.shapes))
-        own = [self._own.get((bucket, i), (None, 0))[0] for i in places]
-        unknown = min([1 / self._slower[bucket], 1.0, *(o for o in own if o)])  # so that it is tried rather than not
-        costs = [self._cost(bucket, i, context) * self._slower[bucket] * (own[i] or unknown) for i in places]
+        slower, own = self._slower[bucket], [self._own[bucket, i] for i in places]
+        unknown = min([1 / slower, 1.0, *(ratio for ratio, num in own if num)])  # so that it is tried rather than not
+        ratios = [ratio if num else unknown for ratio, num in own]
+        costs = [self._cost(bucket, i, context) * slower * ratio for i, ratio in zip(places, ratios, strict=True)]
         if not self.index:  # until the draft has caught up, which is worth it for a while only
             costs[1:] = [cost + self._costs.catch_up[bucket] / (2 * STAY) for cost in costs[1:]]
         return [self.expected(i) / cost for i, cost in zip(places, costs, strict=True)]
