@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests check
-# models loaded policy kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
-# OUT, the end of every log is printed, and what fails does not stop the rest.
+# models loaded policy contexts kernels, with SmolLM2 and PROMPTS=FILE,FILE: text speed clients, and on two GPUs: ranks. Each
+# takes up to ten minutes on an H200; logs and results are in OUT, the end of every log is printed, and what fails does
+# not stop the rest.
 set -u
 export PYTHONPATH="${PYTHONPATH:-}:." PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 out=$1
@@ -53,9 +54,33 @@ loaded() { # models as people load them: quantised, with adapters, with images; 
     timed latents 150 6 python3 bench/latents.py --out "$out"
 }
 
+bench() { # name, seconds at most, lines to print, command of specdec bench
+    local name=$1 seconds=$2 lines=$3
+    shift 3
+    timed "$name" "$seconds" "$lines" python3 -m specdec.tools.commands.main bench "$@" --out "$out/$name"
+}
+
 policy() { # num_steps="auto" beside plain decoding and every shape
-    timed policy 300 8 python3 -m specdec.tools.commands.main bench policy --shape 8b --batches 1,8,32 \
-        --contexts 256,2048 --out "$out"
+    bench policy 300 8 policy --shape 8b --batches 1,8,32 --contexts 256,2048
+    bench policy-large 290 8 policy --shape 8b --cells 256x256,128x256,64x256,64x2048
+}
+
+contexts() { # the same in long contexts
+    bench policy-long 310 8 policy --shape 8b --cells 8x8192,32x8192,1x8192,8x16384,1x16384
+}
+
+text() { # the same on real text
+    bench policy-text 120 8 policy --prompts "$PROMPTS" --batches 1,8,32,128 --new-tokens 128 --repeats 4 --topk 4 \
+        --draft-tokens 24
+}
+
+speed() { # tokens/s of EAGLE-3's shapes
+    bench speed 240 90 acceptance --speed 1,8 --temperature 0,1 --prompts "$PROMPTS" --limit 80 --max-new-tokens 129 \
+        --dtype bfloat16 --draft smollm2-135m-instruct-eagle3 --shape 3:1:4,5:1:6,7:1:8,5:4:24,5:8:32,6:8:64,6:8:128
+}
+
+clients() { # of a server
+    bench clients 160 12 serve --draft shipped --steps 3 --clients 8,32,64,256 --seconds 20 --warm-up 3
 }
 
 kernels() {
