@@ -30,12 +30,13 @@ GRAMMARS = {
 }
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer(*more_merges: tuple[str, str]) -> PreTrainedTokenizerFast:
     """Special ids 0 to 2, ASCII, and some merges: 128 ids at most."""
+    merges = [*MERGES, *more_merges]
     characters = ["Ġ", "Ċ", *map(chr, range(33, 127))]
-    names = ["<pad>", "<bos>", "<eos>", *characters, *("".join(pair) for pair in MERGES)]
+    names = ["<pad>", "<bos>", "<eos>", *characters, *("".join(pair) for pair in merges)]
     assert len(names) <= VOCAB
-    model = models.BPE({name: i for i, name in enumerate(names)}, MERGES)
+    model = models.BPE({name: i for i, name in enumerate(names)}, merges)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

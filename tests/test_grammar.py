@@ -386,6 +386,35 @@ def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compil
     ]
 
 
+@pytest.mark.parametrize("is_forced_first", [False, True])
+def test_masks_are_those_of_the_text_where_another_path_was_left(is_forced_first):
+    """llguidance 1.9.1 gives out the mask of the path that was left, here of "[[]", which forbids "],"."""
+    tokenizer = tiny_tokenizer(("]", "]"), ("]", ","))
+    row = {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}
+    schema = {"type": "array", "items": row, "minItems": 1, "maxItems": 3}
+    if is_forced_first:
+        schema = {"type": "object", "properties": {"age": schema}, "required": ["age"], "additionalProperties": False}
+    compiled = make_compiler("llguidance", tokenizer, VOCAB, frozenset([EOS])).compile(Grammar(json=schema))
+    begin, left, taken = (tokenizer.encode(text) for text in ('{"age": [[' if is_forced_first else "[[", "]", "true"))
+    *_, want = (mask.clone() for mask in masks_after(compiled, [*begin, *taken]))
+    assert all(is_allowed(want.numpy(), tokenizer.encode(text)[0]) for text in ("]]", "],"))
+
+    def constraint():
+        made = Constraint(compiled.matcher(), {EOS}, {EOS}, NUM_WORDS)
+        assert made.advance(begin) == len(begin)
+        return made
+
+    tree, masks = constraint(), np.full((3, NUM_WORDS), -1, np.int32)
+    tree.fill_tree([0, *left, *taken], [0, 0, 0], masks)
+    assert (masks[2] == want.numpy()).all()
+    for num_drafts in (1, 2):
+        chain, masks = constraint(), np.full((3, NUM_WORDS), -1, np.int32)
+        chain.fill_chain([0, *left, *left][: 1 + num_drafts], masks)
+        assert chain.advance(taken) == 1
+        chain.fill_chain([0], masks[:1])
+        assert (masks[0] == want.numpy()).all()
+
+
 @pytest.mark.parametrize("kind", ["gemma", "llama2", "metaspace"])
 def test_tokens_of_sentencepiece_spell_what_is_forced(kind):
     """No space before it, whatever the tokenizer puts before a text; characters that it lacks are bytes."""

@@ -82,28 +82,38 @@ class Compiled:
 
 class LLGMatcher:
     """See `specdec.core.grammar.matcher.Matcher`. beginning: what is forced at each place of a text, as far as it all
-    is: the same for all texts of a grammar."""
+    is: the same for all texts of a grammar.
+
+    The library (1.9.1) keeps its last mask, and after a rollback may give it out for another state. So a matcher goes
+    back over masks by a copy from before them, and otherwise has copies compute them.
+    """
 
     def __init__(self, matcher: llguidance.LLMatcher, beginning: dict[int, list[int]] | None):
         self.library = matcher
         self._beginning = beginning
         self._forced: list[list[int] | None] = [None]  # after every token that it has taken; None: not known
+        self._before: llguidance.LLMatcher | None = None  # a copy from before the last masks of a chain
+        self._since: list[int] = []  # tokens taken since
 
     def fill(self, mask: np.ndarray) -> bool:
-        return self._fill(mask, mask.__array_interface__["data"][0])
+        return self._fill(mask, mask.__array_interface__["data"][0], by_copy=True)
 
-    def _fill(self, mask: np.ndarray, address: int) -> bool:
+    def _fill(self, mask: np.ndarray, address: int, by_copy: bool = False) -> bool:
         """See `fill`; address: of the mask, which takes 1.5 µs to ask for."""
         if forced := self.forced():  # a mask of one token, which the library would read the forced text again for
             mask.fill(0)
             mask.view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
             return True
-        self.library.unsafe_compute_mask_ptr(address, mask.nbytes)
-        return not self.library.is_stopped() or (not self.library.is_error() and bool(np.count_nonzero(mask)))
+        library = self.library.deep_copy() if by_copy else self.library
+        library.unsafe_compute_mask_ptr(address, mask.nbytes)
+        if library.is_error():
+            self.library = library
+        return not library.is_stopped() or (not library.is_error() and bool(np.count_nonzero(mask)))
 
     def accept(self, token: int) -> bool:
         if self.library.try_consume_tokens([token]) != 1:
             return False
+        self._since.append(token)
         known = self._forced[-1]
         if known and known[0] == token:
             self._forced.append(known[1:] or None)
@@ -121,8 +131,11 @@ class LLGMatcher:
         return len(tokens)
 
     def fill_chain(self, tokens: Sequence[int], masks: np.ndarray) -> int:
+        self._before = None
         address, step = masks.__array_interface__["data"][0], masks.strides[0]
         for count, (mask, token) in enumerate(zip(masks, (*tokens, None), strict=False)):
+            if count and self._before is None and not self.forced():
+                self._before, self._since = self.library.deep_copy(), []
             if not self._fill(mask, address + count * step):
                 mask.fill(-1)
                 return count
@@ -131,8 +144,13 @@ class LLGMatcher:
         raise AssertionError("more tokens than masks")
 
     def rollback(self, num: int) -> None:
-        self.library.rollback(num)
         del self._forced[len(self._forced) - num :]
+        if self._before is not None:
+            kept = self._since[: max(0, len(self._since) - num)]
+            self.library, num, self._before = self._before, num - len(self._since), None
+            self.library.try_consume_tokens(kept)
+        if num > 0:
+            self.library.rollback(num)
 
     def forced(self) -> list[int]:
         # One token after another: a forced text is read once, which takes as long as a mask.
