@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests check
-# models loaded policy contexts kernels, with SmolLM2 and PROMPTS=FILE,FILE: text speed clients, and on two GPUs: ranks. Each
-# takes up to ten minutes on an H200; logs and results are in OUT, the end of every log is printed, and what fails does
-# not stop the rest.
+# models loaded policy contexts kernels; with SmolLM2: clients, with PROMPTS=FILE,FILE too: text speed; on two GPUs:
+# ranks. Each takes up to ten minutes on an H200; logs and results are in OUT, the end of every log is printed, and what fails
+# does not stop the rest.
 set -u
 export PYTHONPATH="${PYTHONPATH:-}:." PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 out=$1
@@ -74,9 +74,10 @@ text() { # the same on real text
         --draft-tokens 24
 }
 
-speed() { # tokens/s of EAGLE-3's shapes
+speed() { # tokens/s of the shapes of EAGLE-3, or of DRAFT
     bench speed 240 90 acceptance --speed 1,8 --temperature 0,1 --prompts "$PROMPTS" --limit 80 --max-new-tokens 129 \
-        --dtype bfloat16 --draft smollm2-135m-instruct-eagle3 --shape 3:1:4,5:1:6,7:1:8,5:4:24,5:8:32,6:8:64,6:8:128
+        --dtype bfloat16 --draft "${DRAFT:-smollm2-135m-instruct-eagle3}" \
+        --shape 3:1:4,5:1:6,7:1:8,5:4:24,5:8:32,6:8:64,6:8:128
 }
 
 clients() { # of a server

@@ -12,8 +12,8 @@ SWITCH_INTERVAL = {"cuda": 0.00001, "cpu": 0.0002}
 
 @contextmanager
 def shared_fairly(device_type: str) -> Iterator[None]:
-    """Let threads take turns after `SWITCH_INTERVAL`, and collect only garbage of objects that are made from now on: to
-    look at a model's and its libraries' as well stops all threads for a quarter of a second."""
+    """Let threads take turns after `SWITCH_INTERVAL`, and have the garbage collector skip objects that exist: going
+    through those of a model and its libraries stops all threads for a quarter of a second."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL[device_type])
     gc.collect()
