@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from specdec.backends import linear as ops
 from specdec.backends.gates import ACTIVATIONS
 from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
+from specdec.backends.triton.launch import relaunch
 from specdec.backends.triton.linear import cublas, gates, norms, products, tiles
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
@@ -233,3 +234,34 @@ def test_ops_are_captured_with_the_bits_they_have_outside():
     assert out.equal(expected)
     for rows in (1, 20, 70):
         assert layer(x[:rows]).equal(expected[:rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [576, 4096])
+def test_kernels_that_start_early_read_nothing_before_its_time(hidden, monkeypatch):
+    layers = [
+        [random(*shape, seed=i) * hidden**-0.5 for shape in ((2 * 4 * hidden, hidden), (hidden, 4 * hidden))]
+        for i in range(8)
+    ]
+    scale = random(hidden, seed=3)
+
+    def forward(x):
+        for gate_up, down in layers:
+            normed, total = ops.add_rms_norm(x, x, scale, 1e-5, 0.0, False)
+            x = ops.linear(ops.gated_linear(normed, gate_up, None, "silu"), down) + total
+        return ops.linear(ops.rms_norm(x, scale, 1e-5, 0.0, False), layers[0][0])
+
+    for rows in (1, 20):
+        inputs = [random(rows, hidden, seed=10 + i) for i in range(20)]
+        with monkeypatch.context() as patched:
+            patched.setattr(relaunch, "PDL", False)
+            expected = [forward(x) for x in inputs]
+        graph, static = torch.cuda.CUDAGraph(), inputs[0].clone()
+        forward(static)
+        with torch.cuda.graph(graph):
+            out = forward(static)
+        for x, theirs in zip(inputs, expected, strict=True):
+            static.copy_(x)
+            graph.replay()
+            assert out.equal(theirs)
+            assert forward(x).equal(theirs)

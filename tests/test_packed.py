@@ -11,6 +11,7 @@ from specdec.backends.experts import quantised as experts
 from specdec.backends.gates import gate_twin
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.experts.quantised import grouped
+from specdec.backends.triton.launch import relaunch
 from specdec.backends.triton.linear import fp8 as fp8_kernels
 from specdec.backends.triton.linear import norms
 from specdec.backends.triton.linear import packed as packed_kernels
@@ -59,7 +60,13 @@ def close(ours, theirs, bits):
 
 @pytest.mark.parametrize(
     ("num_rows", "K", "group", "dtype", "activation"),
-    [(1, 384, 128, torch.bfloat16, ""), (20, 256, 64, torch.float16, "silu"), (130, 256, 32, torch.float16, "")],
+    [
+        (1, 384, 128, torch.bfloat16, ""),
+        (3, 640, 64, torch.bfloat16, "silu"),
+        (8, 256, 32, torch.float16, ""),
+        (20, 256, 64, torch.float16, "silu"),
+        (130, 256, 32, torch.float16, ""),
+    ],
 )
 def test_packed_products_equal_their_twin(num_rows, K, group, dtype, activation):
     sizes = (48, 48) if activation else (48, 16, 80)
@@ -166,3 +173,47 @@ def test_products_with_experts_in_fp8_equal_their_twin(num_tokens, activation):
     ours = grouped(x, row_scales, ids, weight, scales, None, *args[2:])
     close(ours, experts.grouped_fp8_twin(x, row_scales, ids, *args), BITS)
     assert ours[:2].equal(grouped(x[:1], row_scales[:1], ids[:1], weight, scales, None, *args[2:]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("is_nf4", [False, True])
+def test_bits_of_packed_products_depend_on_neither_rows_nor_tiles(is_nf4, activation):
+    layers = [int4(4096, 2048, 64, torch.bfloat16, has_zeros=not is_nf4, seed=i) for i in range(2)]
+    packs = [packed.pack_nf4(*layer[:2]) if is_nf4 else packed.pack(*layer) for layer in layers]
+    words, scales = zip(*packs, strict=True)
+    x = random(300, 2048)
+    full = packed.packed_linear(x, words, scales, [], activation)
+    for rows in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128):
+        assert packed.packed_linear(x[:rows], words, scales, [], activation).equal(full[:rows])
+
+
+@pytest.mark.gpu
+def test_kernels_that_start_early_read_nothing_before_its_time(monkeypatch):
+    words, scales = packed.pack(*int4(2048, 2048, 128, torch.bfloat16, has_zeros=True))
+    wide, wide_scale = blocks(2048, 2048)
+    scale, settings = random(2048), (1e-5, 0.0, False)
+
+    def forward(x):
+        for _ in range(8):
+            y = packed.packed_linear(norms.rms_norm(x, scale, *settings), [words] * 2, [scales] * 2, [], "silu")
+            y = packed.packed_linear(y, [words], [scales], [])
+            values, row_scales, total = norms.add_rms_norm_fp8(y, x, scale, *settings, False)
+            y = fp8.fp8_linear(values, row_scales, [wide], [wide_scale], [], x.dtype)
+            x = fp8.fp8_linear(*fp8.quantise(y, False), [wide], [wide_scale], [], x.dtype) + total
+        return x
+
+    for rows in (1, 20):
+        inputs = [random(rows, 2048, seed=i) for i in range(20)]
+        with monkeypatch.context() as patched:
+            patched.setattr(relaunch, "PDL", False)
+            expected = [forward(x) for x in inputs]
+        graph, static = torch.cuda.CUDAGraph(), inputs[0].clone()
+        forward(static)
+        with torch.cuda.graph(graph):
+            out = forward(static)
+        for x, theirs in zip(inputs, expected, strict=True):
+            static.copy_(x)
+            graph.replay()
+            assert out.equal(theirs)
+            assert forward(x).equal(theirs)

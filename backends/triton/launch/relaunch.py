@@ -15,6 +15,7 @@ from specdec.backends.triton.launch.ahead import is_rehearsing
 
 # Programmatic dependent launch: a kernel is launched before the one in front has ended. SPECDEC_PDL=0 turns it off.
 PDL = os.environ.get("SPECDEC_PDL", "1") == "1"
+EARLY_ROWS = 128
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton.jit reads it too, on import
 
 
@@ -75,9 +76,12 @@ def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequ
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 
 
-def follows_early() -> bool:
-    """Return whether kernels that wait for the one before are launched before it ends (PDL, from Hopper on)."""
-    if INTERPRETED or not PDL:
+def follows_early(num_rows: int = 1) -> bool:
+    """Return whether kernels that wait for the one before are launched before it ends (PDL, from Hopper on).
+
+    num_rows: of a product, or of what surrounds one. From many rows on products may be anybody's, and take long.
+    """
+    if INTERPRETED or not PDL or num_rows > EARLY_ROWS:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return target.backend == "cuda" and target.arch >= 90

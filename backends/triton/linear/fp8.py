@@ -7,20 +7,27 @@ Twins: `specdec.backends.linear.fp8`.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import CachedLaunch
+from specdec.backends.triton.launch.relaunch import CachedLaunch, follows_early
 from specdec.backends.triton.linear.parts import Tile, Tiles
 from specdec.backends.triton.linear.quantised import launch
 from specdec.backends.triton.linear.rounding import quantised
 
 
 @triton.jit(do_not_specialize=["stride"])
-def _quantise_kernel(x, out, scales, stride, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+def _quantise_kernel(
+    x, out, scales, stride, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
+):
     """GROUPS groups of features of one row of K, a scale each. GROUP: 128, or at least K; stride in units of 16."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.load(x + row * stride * 16 + at, mask=at < K, other=0.0).to(tl.float32)
@@ -31,15 +38,17 @@ def _quantise_kernel(x, out, scales, stride, K: tl.constexpr, GROUP: tl.constexp
 
 FEW, SOME, MANY = Tile(16, 16, 4, 4, 4), Tile(64, 64, 1, 4, 5), Tile(128, 128, 1, 8, 3)
 TILES = Tiles(
-    narrow=(FEW, FEW, Tile(32, 32, 2, 4, 6), Tile(64, 32, 2, 8, 5), SOME, MANY),
-    wide=(FEW, FEW, Tile(32, 32, 2, 4, 4), Tile(64, 64, 1, 4, 6), SOME, MANY),
-    gated=(FEW, FEW, Tile(32, 32, 2, 4, 4), Tile(64, 64, 1, 8, 5), Tile(128, 64, 1, 8, 3), MANY),
+    narrow=(FEW, FEW, FEW, Tile(32, 32, 2, 4, 6), Tile(64, 32, 2, 8, 5), SOME, MANY),
+    wide=(FEW, FEW, FEW, Tile(32, 32, 2, 4, 4), Tile(64, 64, 1, 4, 6), SOME, MANY),
+    gated=(FEW, FEW, FEW, Tile(32, 32, 2, 4, 4), Tile(64, 64, 1, 8, 5), Tile(128, 64, 1, 8, 3), MANY),
     row_bytes=132,
     column_bytes=132,
 )
 
 
-_by_group, _by_row = CachedLaunch(_quantise_kernel), CachedLaunch(_quantise_kernel, num_warps=16)
+@cache
+def _run(num_warps: int, launch_pdl: bool) -> CachedLaunch:
+    return CachedLaunch(_quantise_kernel, num_warps, launch_pdl=launch_pdl)
 
 
 def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +60,8 @@ def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]
     scales = torch.empty(num_rows, num, dtype=torch.float32, device=x.device)
     if num_rows:
         grid = num_rows, triton.cdiv(num, together)
-        (_by_row if by_row else _by_group)(grid, x, out, scales, x.stride(0) // 16, K=K, GROUP=group, GROUPS=together)
+        constants = {"K": K, "GROUP": group, "GROUPS": together, "PDL": follows_early(num_rows)}
+        _run(16 if by_row else 4, constants["PDL"])(grid, x, out, scales, x.stride(0) // 16, **constants)
     return out, scales
 
 

@@ -3,11 +3,14 @@
 Twins: `specdec.backends.linear.reference`, and `fp8` for results in FP8.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import CachedLaunch, is_aligned
+from specdec.backends.triton.launch.relaunch import CachedLaunch, follows_early, is_aligned
 from specdec.backends.triton.linear.rounding import quantised
 
 WIDE = 1024  # elements of a program, at least: several rows where they are short
@@ -35,6 +38,7 @@ def _norm_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ROWS rows of H. Row r of x begins at UNIT times r // inner strides outer plus r % inner strides inner.
 
@@ -46,6 +50,9 @@ def _norm_kernel(
     inside = (row < num_rows)[:, None] & (h < H)[None, :]
     source = (row // inner * stride_outer + row % inner * stride_inner) * UNIT
     at = row[:, None] * H + h[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + source[:, None] + h[None, :], mask=inside, other=0.0)
     if ADD:
         added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
@@ -69,7 +76,9 @@ def _norm_kernel(
         tl.store(out + at, normed, mask=inside)
 
 
-_run = CachedLaunch(_norm_kernel, num_warps=NUM_WARPS)
+@cache
+def _run(launch_pdl: bool) -> CachedLaunch:
+    return CachedLaunch(_norm_kernel, NUM_WARPS, launch_pdl=launch_pdl)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
@@ -161,10 +170,11 @@ def _launch(
     tensors = x, residual, weight, out, out if scales is None else scales, out if total is None else total
     args = *tensors, num_rows, inner, outer // unit, stride // unit, eps, offset
     constants = {"H": H, "UNIT": unit, "ADD": total is not None, "LATE": is_late}
+    is_early = follows_early(num_rows)
     group = 0 if scales is None else block if scales.shape[-1] == 1 else 128
-    constants |= {"GROUP": group, "ROWS": together, "BLOCK": block}
+    constants |= {"GROUP": group, "ROWS": together, "BLOCK": block, "PDL": is_early}
     if is_aligned(x, residual, weight):
-        _run(grid, *args, **constants)
+        _run(is_early)(grid, *args, **constants)
     else:
-        _norm_kernel[grid](*args, **constants, num_warps=NUM_WARPS)
+        _norm_kernel[grid](*args, **constants, num_warps=NUM_WARPS, launch_pdl=is_early)
     return out

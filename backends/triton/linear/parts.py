@@ -4,7 +4,7 @@ row depend on neither the tile nor the other rows.
 
 For few rows, one product on tensor cores has two or all four quarters (`pack`): both operands, rows and columns, are
 repeated once for each of them, and of the product only the blocks on the diagonal count. So there are more programs,
-each of fewer columns and a shorter loop.
+each of fewer columns and a shorter loop. Four quarters of packed weights are a product of a warp each; see `quarters`.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles for up to 8, 16, 32, 64 and 128 rows, and for more: of few columns, of more, and of two weights with an
+    """Tiles for up to 4, 8, 16, 32, 64 and 128 rows, and for more: of few columns, of more, and of two weights with an
     activation; and the bytes that a row and a column have of a block of features. Measured on an H100."""
 
     narrow: Sequence[Tile]
@@ -42,7 +42,9 @@ class Tiles(NamedTuple):
     def choose(self, num_rows: int, N: int, is_gated: bool, shared: int) -> Tile:
         """Return the tile of `num_rows` rows and N columns, with as many stages as `shared` bytes hold."""
         tiles = self.gated if is_gated else self.narrow if N <= 32 * NUM_MULTIPROCESSORS else self.wide
-        tile = tiles[sum(num_rows > limit for limit in (8, 16, 32, 64, 128))]
+        tile = tiles[sum(num_rows > limit for limit in (4, 8, 16, 32, 64, 128))]
+        if tile.m <= 8:  # as many rows as there are, or little more
+            tile = tile._replace(m=triton.next_power_of_2(num_rows))
         loaded = tile.pack * (self.row_bytes * tile.m + self.column_bytes * tile.n * (2 if is_gated else 1))
         return tile._replace(num_stages=max(1, min(tile.num_stages, shared // loaded)))
 

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, is_aligned
+from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, follows_early, is_aligned
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
+
+SMALL = 40 << 20  # elements of a weight whose product lets what follows start early: behind larger ones that costs time
 
 
 @triton.jit
@@ -99,6 +102,8 @@ def _product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """BLOCK_M rows and BLOCK_N columns of out [num_rows, N]. weight and x: descriptors if TMA, else pointers.
 
@@ -107,6 +112,10 @@ def _product_kernel(
     """
     N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
     first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    if LEADS:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
     total, up = product_sums(
         weight, x, first_m, first_n, num_rows, N, K, stride_w, stride_x,
         TMA, ACTIVATION != "", UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -120,8 +129,8 @@ def _product_kernel(
 
 
 @cache
-def _run_product(num_warps: int, num_stages: int) -> CachedLaunch:
-    return CachedLaunch(_product_kernel, num_warps, num_stages)
+def _run_product(num_warps: int, num_stages: int, launch_pdl: bool) -> CachedLaunch:
+    return CachedLaunch(_product_kernel, num_warps, num_stages, launch_pdl=launch_pdl)
 
 
 def product(
@@ -142,7 +151,9 @@ def product(
         return out
     tile = choose_tile(num_rows, N, K, activation is not None, x.device)
     grid, args, constants = launch_of(x, weight, bias, activation or "", out, tile)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    is_early = follows_early(num_rows)
+    constants |= {"PDL": is_early, "LEADS": is_early and weight.numel() < SMALL}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": is_early}
     if is_aligned(weight, x, bias):
         _run_product(**options)(grid, *args, **constants)
     else:

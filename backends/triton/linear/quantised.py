@@ -9,15 +9,17 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
+from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, follows_early
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import Tiles, filled, finished, part_of, picked, with_diagonal
 from specdec.backends.triton.linear.products import dot
-from specdec.backends.triton.linear.unpack import weights_of_words
+from specdec.backends.triton.linear.quarters import quarters_kernel
+from specdec.backends.triton.linear.unpack import eighths_of_words, in_order
 
 
 @triton.jit
@@ -45,7 +47,8 @@ def _by_channel(sums, row_scales, scales, is_row, is_column):
 def _packed_added(sums, rows, words, scales, block, size, has_column, GROUP: tl.constexpr, UPCAST: tl.constexpr):
     """Return `sums` [columns, rows] and a product of blocks; words: pointers, scales: pointers to the first ones."""
     packed = tl.load(words[:, None] + tl.arange(0, 16)[None, :], mask=has_column[:, None], other=0)
-    w = weights_of_words(packed, scales, has_column, block, size, GROUP, rows.dtype, UPCAST)
+    a, b, c, d, e, f, g, h = eighths_of_words(packed, scales, has_column, block, size, GROUP, rows.dtype, UPCAST)
+    w = in_order(a, b, c, d, e, f, g, h)
     fence_copies(packed.shape[0])
     return dot(w, rows.T, sums, UPCAST)
 
@@ -80,6 +83,7 @@ def _quantised_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_M rows and BLOCK_N columns of one part of out [num_rows, N]. N, sizes of parts, and stride in units of 16.
 
@@ -96,6 +100,8 @@ def _quantised_kernel(
     n, m = (number * BLOCK_N + i % BLOCK_N).to(tl.int64), (tl.program_id(0) * BLOCK_M + j % BLOCK_M).to(tl.int64)
     is_column, is_row = n < size, m < num_rows
     quarter = tl.cdiv(num_blocks, 4)
+    if PDL:
+        gdc_wait()
     if GROUP <= 0:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
@@ -147,8 +153,9 @@ def _quantised_kernel(
 
 
 @cache
-def _run(num_warps: int, num_stages: int) -> CachedLaunch:
-    return CachedLaunch(_quantised_kernel, num_warps, num_stages)
+def _run(by_quarters: bool, num_warps: int, num_stages: int, launch_pdl: bool) -> CachedLaunch:
+    kernel = quarters_kernel if by_quarters else _quantised_kernel
+    return CachedLaunch(kernel, num_warps, num_stages, launch_pdl=launch_pdl)
 
 
 def launch(
@@ -172,11 +179,13 @@ def launch(
         return out
     tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
     grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
-    tensors = x, x if row_scales is None else row_scales, *filled(weights), *filled(scales)
-    tensors = *tensors, *(filled(bias) if bias else [out] * MOST_PARTS), out
+    by_quarters, is_early = group > 0 and tile.pack == 4, follows_early(num_rows)
+    rows = [x] if by_quarters else [x, x if row_scales is None else row_scales]
+    tensors = *rows, *filled(weights), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)), x.stride(0))]
+    args = *tensors, num_rows, num_blocks, *units
     constants = {"GROUP": group, "ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}
-    constants |= {"IS_UNEVEN": num_blocks % 4 > 0, "PACK": tile.pack}
-    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
-    _run(tile.num_warps, tile.num_stages)(grid, *tensors, num_rows, num_blocks, *units, **constants)
+    constants |= {"IS_UNEVEN": num_blocks % 4 > 0} | ({} if by_quarters else {"PACK": tile.pack})
+    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages, "PDL": is_early}
+    _run(by_quarters, tile.num_warps, tile.num_stages, is_early)(grid, *args, **constants)
     return out

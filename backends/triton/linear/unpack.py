@@ -92,9 +92,8 @@ def _value(words, scales, DTYPE: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
-def unpacked(words, s0, s1, s2, s3, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Return weights [N, 128] of words [N, 16] and the scales [N, 1] of each 32 of them, all int32."""
-    N: tl.constexpr = words.shape[0]
+def _int4(words, s0, s1, s2, s3, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Return the eighths of weights of words [..., N, 16] and the scales [..., N, 1] of each 32 of them, all int32."""
     if UPCAST:
         a, b = _value(words, s0, DTYPE, 0), _value(words, s0, DTYPE, 1)
         c, d = _value(words, s1, DTYPE, 2), _value(words, s1, DTYPE, 3)
@@ -106,12 +105,13 @@ def unpacked(words, s0, s1, s2, s3, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
         dtypes: tl.constexpr = BF16 if IS_BF16 else FP16
         args = [words, s0, s1, s2, s3]
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(assembly, OPERANDS, args, dtypes, True, 2)
-    return _in_order(a, b, c, d, e, f, g, h, N)
+    return a, b, c, d, e, f, g, h
 
 
 @triton.jit
-def _in_order(a, b, c, d, e, f, g, h, N: tl.constexpr):
+def in_order(a, b, c, d, e, f, g, h):
     """Return eight tensors [N, 16] one after another, [N, 128]; every thread keeps what it has."""
+    N: tl.constexpr = a.shape[0]
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.join(even, odd).permute(0, 2, 3, 4, 1).reshape([N, 128])
@@ -130,7 +130,6 @@ def _e2m1(words, exponents, J: tl.constexpr):
 @triton.jit
 def unpacked_mxfp4(words, exponents, UPCAST: tl.constexpr):
     """Return bf16 weights [N, 128] of words [N, 16] of e2m1, and four exponents [N, 1] in a word, all int32."""
-    N: tl.constexpr = words.shape[0]
     if UPCAST:
         a, b = _e2m1(words, exponents, 0), _e2m1(words, exponents, 1)
         c, d = _e2m1(words, exponents, 2), _e2m1(words, exponents, 3)
@@ -139,7 +138,7 @@ def unpacked_mxfp4(words, exponents, UPCAST: tl.constexpr):
     else:
         args = [words, exponents]
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(MXFP4, OPERANDS_OF_MXFP4, args, BF16, True, 2)
-    return _in_order(a, b, c, d, e, f, g, h, N)
+    return in_order(a, b, c, d, e, f, g, h)
 
 
 @triton.jit
@@ -152,9 +151,8 @@ def _code(words, scales, DTYPE: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
-def unpacked_nf4(words, s0, s1, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Return weights [N, 128] of words [N, 16] int32 of NF4 and the scales [N, 1] fp32 of each 64."""
-    N: tl.constexpr = words.shape[0]
+def _nf4(words, s0, s1, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Return the eighths of weights of words [..., N, 16] int32 of NF4 and the scales [..., N, 1] fp32 of each 64."""
     if UPCAST:
         a, b = _code(words, s0, DTYPE, 0), _code(words, s0, DTYPE, 1)
         c, d = _code(words, s0, DTYPE, 2), _code(words, s0, DTYPE, 3)
@@ -166,20 +164,21 @@ def unpacked_nf4(words, s0, s1, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
         dtypes: tl.constexpr = BF16 if IS_BF16 else FP16
         args = [words, s0, s1]
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(assembly, OPERANDS_OF_NF4, args, dtypes, True, 2)
-    return _in_order(a, b, c, d, e, f, g, h, N)
+    return a, b, c, d, e, f, g, h
 
 
 @triton.jit
-def weights_of_words(
+def eighths_of_words(
     words, scales, is_inside, block, size, GROUP: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr
 ):
-    """Return weights [N, 128] of a block of features, or of a block each; scales: pointers to the first ones of each.
+    """Return 16 after 16 of the weights of a block of features, or of a block each, [..., N, 16] each.
 
-    size: of columns, from a scale to the next one. NF4 has scales in fp32.
+    words: [..., N, 16]; scales: pointers [..., N] to the first ones. size: of columns, from a scale to the next one.
+    NF4 has scales in fp32.
     """
-    inside = is_inside[:, None]
+    inside = tl.expand_dims(is_inside, -1)
     group = block * (128 // GROUP) if GROUP < 128 else block // (GROUP // 128)
-    at = (scales + group * size)[:, None]
+    at = tl.expand_dims(scales + group * size, -1)
     s0 = tl.load(at, mask=inside, other=0)
     s1, s2, s3 = s0, s0, s0
     if GROUP == 64:
@@ -190,7 +189,7 @@ def weights_of_words(
         s2 = tl.load(at + 2 * size, mask=inside, other=0)
         s3 = tl.load(at + 3 * size, mask=inside, other=0)
     if scales.dtype.element_ty == tl.float32:
-        w = unpacked_nf4(words, s0, s2, DTYPE, UPCAST)
+        a, b, c, d, e, f, g, h = _nf4(words, s0, s2, DTYPE, UPCAST)
     else:
-        w = unpacked(words, s0, s1, s2, s3, DTYPE, UPCAST)
-    return w
+        a, b, c, d, e, f, g, h = _int4(words, s0, s1, s2, s3, DTYPE, UPCAST)
+    return a, b, c, d, e, f, g, h
