@@ -1,7 +1,7 @@
 """Times quantised models of random weights: `PYTHONPATH=. python bench/quantised.py --out DIR`.
 
 Rows are plain steps and rounds of S=3 with imposed acceptance, through `generate`: ms of a launch without the first
-token, the median of three calls; `own` rows run the modules' own forward. bf16; FP8 blocks in transformers' own
+token, the median of five pairs of calls; `own` rows run the modules' own forward. bf16; FP8 blocks in transformers' own
 modules, whose kernel from the Hub arithmetic in torch stands in for; FP8 by channel in transformers' modules for
 compressed-tensors, whose own forward is `scaled_mm`; int4 groups of 128 in modules with gptqmodel's tensors and a
 forward in torch; NF4 in modules with bitsandbytes' tensors; MXFP4 experts of GPT-OSS-20B's shape in transformers'
@@ -112,9 +112,13 @@ def launch_ms(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tupl
         out = engine.generate(prompts, max_new_tokens=count, ignore_eos=True, do_sample=False)
         return 1e3 * (time.perf_counter() - start), max(r.acceptance.num_rounds for r in out.requests)
 
+    def round_ms() -> float:
+        first = call(1)[0]  # beside it: a host's prefills of many requests vary by milliseconds
+        ms, rounds = call(new_tokens)
+        return (ms - first) / rounds
+
     call(new_tokens)
-    first = median(call(1)[0] for _ in range(3))
-    ms = median((ms - first) / rounds for ms, rounds in (call(new_tokens) for _ in range(3)))
+    ms = median(round_ms() for _ in range(5))
     return round(ms, 4), sum(path["eager"] for path in engine.report().paths.values())
 
 
@@ -246,7 +250,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
     parser.add_argument("--forms", default="bf16,fp8,channels,int4,nf4,mxfp4")
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
-    parser.add_argument("--new-tokens", type=int, default=65)
+    parser.add_argument("--new-tokens", type=int, default=129)
     parser.add_argument("--tiles", action="store_true", help="time products with several tiles, too")
     parser.add_argument("--no-products", action="store_true", help="leave out what comes before engines")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")

@@ -15,7 +15,7 @@ from specdec.backends.triton.launch.ahead import is_rehearsing
 
 # Programmatic dependent launch: a kernel is launched before the one in front has ended. SPECDEC_PDL=0 turns it off.
 PDL = os.environ.get("SPECDEC_PDL", "1") == "1"
-EARLY_ROWS = 128
+EARLY_ROWS = 128  # at most, of products and norms that are launched so
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton.jit reads it too, on import
 
 
@@ -79,12 +79,17 @@ def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequ
 def follows_early(num_rows: int = 1) -> bool:
     """Return whether kernels that wait for the one before are launched before it ends (PDL, from Hopper on).
 
-    num_rows: of a product, or of what surrounds one. From many rows on products may be anybody's, and take long.
+    num_rows: of a product, or of a norm before one; those of many rows take too long to gain by it.
     """
-    if INTERPRETED or not PDL or num_rows > EARLY_ROWS:
-        return False
+    return PDL and num_rows <= EARLY_ROWS and capability() >= 90
+
+
+def capability() -> int:
+    """Return the compute capability of the GPU, such as 90 for Hopper; 0 where kernels are interpreted, -1 without."""
+    if INTERPRETED:
+        return 0
     target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
+    return target.arch if target.backend == "cuda" else -1
 
 
 def is_aligned(*tensors: torch.Tensor | None) -> bool:

@@ -4,7 +4,8 @@ row depend on neither the tile nor the other rows.
 
 For few rows, one product on tensor cores has two or all four quarters (`pack`): both operands, rows and columns, are
 repeated once for each of them, and of the product only the blocks on the diagonal count. So there are more programs,
-each of fewer columns and a shorter loop. Four quarters of packed weights are a product of a warp each; see `quarters`.
+each of fewer columns and a shorter loop. On Hopper, four quarters of packed weights are a product of a warp each; see
+`quarters`.
 """
 
 from collections.abc import Sequence
@@ -43,8 +44,6 @@ class Tiles(NamedTuple):
         """Return the tile of `num_rows` rows and N columns, with as many stages as `shared` bytes hold."""
         tiles = self.gated if is_gated else self.narrow if N <= 32 * NUM_MULTIPROCESSORS else self.wide
         tile = tiles[sum(num_rows > limit for limit in (4, 8, 16, 32, 64, 128))]
-        if tile.m <= 8:  # as many rows as there are, or little more
-            tile = tile._replace(m=triton.next_power_of_2(num_rows))
         loaded = tile.pack * (self.row_bytes * tile.m + self.column_bytes * tile.n * (2 if is_gated else 1))
         return tile._replace(num_stages=max(1, min(tile.num_stages, shared // loaded)))
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, follows_early, is_aligned
+from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, capability, follows_early, is_aligned
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
@@ -184,4 +184,4 @@ def launch_of(
 
 def _has_tma() -> bool:
     """Return whether the GPU has TMA (Hopper and later); the interpreter plays it."""
-    return INTERPRETED or triton.runtime.driver.active.get_current_target().arch >= 90
+    return INTERPRETED or capability() >= 90

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, capability, follows_early
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import Tiles, filled, finished, part_of, picked, with_diagonal
@@ -178,8 +178,10 @@ def launch(
     if num_rows == 0:
         return out
     tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
+    by_quarters, is_early = group > 0 and tile.pack == 4 and capability() in (0, 90), follows_early(num_rows)
+    if by_quarters:  # as many rows as there are, or little more
+        tile = tile._replace(m=triton.next_power_of_2(num_rows))
     grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
-    by_quarters, is_early = group > 0 and tile.pack == 4, follows_early(num_rows)
     rows = [x] if by_quarters else [x, x if row_scales is None else row_scales]
     tensors = *rows, *filled(weights), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)), x.stride(0))]

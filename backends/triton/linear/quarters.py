@@ -1,6 +1,10 @@
 """Products of few rows and packed weights, a quarter of K a warp. Sums are those of `parts`.
 
-A warp's products are of 16 features at a time, so it multiplies what it has unpacked, and waits for no other warp.
+A warp's products are of 16 features at a time: it multiplies what it has unpacked, and waits for no other warp. In
+wider ones Triton would choose which 16 features meet in a step of the tensor cores, and so the bits: products of more
+rows are equal on Hopper, whose wgmma takes them in order.
+
+Twin: `specdec.backends.linear.packed.packed_linear_twin`.
 """
 
 import triton
@@ -23,16 +27,15 @@ def _halves(rows):
 @triton.jit
 def _eighth(rows, inside, J: tl.constexpr):
     """Load 16 features of rows [4, M], the J-th of eight, from pointers to the first ones."""
-    return tl.load(
-        tl.expand_dims(rows, 2) + (16 * J + tl.arange(0, 16))[None, None, :], mask=inside[:, :, None], other=0.0
-    )
+    features = tl.expand_dims(rows, 2) + (16 * J + tl.arange(0, 16))[None, None, :]
+    return tl.load(features, mask=inside[:, :, None], other=0.0)
 
 
 @triton.jit
 def _eighths(rows, inside, COLUMNS: tl.constexpr):
     """Return 16 after 16 of the 128 features of rows [4, M], from pointers to the first ones: [4, COLUMNS, 16] each.
 
-    Fewer rows than COLUMNS are loaded at once and repeated. More would be in the same banks of shared memory.
+    Fewer rows than COLUMNS are loaded at once and repeated; more would lie in the same banks of shared memory.
     """
     M: tl.constexpr = rows.shape[1]
     if M < COLUMNS:
