@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from specdec.backends import linear as ops
 from specdec.backends.gates import ACTIVATIONS
 from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
-from specdec.backends.triton.launch import relaunch
 from specdec.backends.triton.linear import cublas, gates, norms, products, tiles
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
+from tests.early_starts import check_early_starts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter rounds bf16 to zero
@@ -252,16 +252,4 @@ def test_kernels_that_start_early_read_nothing_before_its_time(hidden, monkeypat
         return ops.linear(ops.rms_norm(x, scale, 1e-5, 0.0, False), layers[0][0])
 
     for rows in (1, 20):
-        inputs = [random(rows, hidden, seed=10 + i) for i in range(20)]
-        with monkeypatch.context() as patched:
-            patched.setattr(relaunch, "PDL", False)
-            expected = [forward(x) for x in inputs]
-        graph, static = torch.cuda.CUDAGraph(), inputs[0].clone()
-        forward(static)
-        with torch.cuda.graph(graph):
-            out = forward(static)
-        for x, theirs in zip(inputs, expected, strict=True):
-            static.copy_(x)
-            graph.replay()
-            assert out.equal(theirs)
-            assert forward(x).equal(theirs)
+        check_early_starts(forward, [random(rows, hidden, seed=10 + i) for i in range(20)], monkeypatch)

@@ -11,11 +11,11 @@ from specdec.backends.experts import quantised as experts
 from specdec.backends.gates import gate_twin
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.experts.quantised import grouped
-from specdec.backends.triton.launch import relaunch
 from specdec.backends.triton.linear import fp8 as fp8_kernels
 from specdec.backends.triton.linear import norms
 from specdec.backends.triton.linear import packed as packed_kernels
 from specdec.reach.targets.adapters.quantised import _read_nf4
+from tests.early_starts import check_early_starts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = 2**-5  # of several roundings; the interpreter rounds bf16 to zero
@@ -204,16 +204,4 @@ def test_kernels_that_start_early_read_nothing_before_its_time(monkeypatch):
         return x
 
     for rows in (1, 20):
-        inputs = [random(rows, 2048, seed=i) for i in range(20)]
-        with monkeypatch.context() as patched:
-            patched.setattr(relaunch, "PDL", False)
-            expected = [forward(x) for x in inputs]
-        graph, static = torch.cuda.CUDAGraph(), inputs[0].clone()
-        forward(static)
-        with torch.cuda.graph(graph):
-            out = forward(static)
-        for x, theirs in zip(inputs, expected, strict=True):
-            static.copy_(x)
-            graph.replay()
-            assert out.equal(theirs)
-            assert forward(x).equal(theirs)
+        check_early_starts(forward, [random(rows, 2048, seed=i) for i in range(20)], monkeypatch)

@@ -6,6 +6,7 @@ one forward launch attention with equal arguments, except q, out, K, V and sinks
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,6 +69,14 @@ class CachedLaunch:
             self._compiled[key] = compiled
 
 
+@cache
+def cached_launch(
+    kernel: Any, num_warps: int, num_stages: int = 3, launch_pdl: bool = False, maxnreg: int | None = None
+) -> CachedLaunch:
+    """Return the one `CachedLaunch` of a kernel with these options."""
+    return CachedLaunch(kernel, num_warps, num_stages, maxnreg, launch_pdl)
+
+
 def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequence[Any]) -> None:
     """Launch as compiled[grid](*args) does, but without the hooks of Triton's own profiler and the data for them."""
     if is_rehearsing():
@@ -85,11 +94,11 @@ def follows_early(num_rows: int = 1) -> bool:
 
 
 def capability() -> int:
-    """Return the compute capability of the GPU, such as 90 for Hopper; 0 where kernels are interpreted, -1 without."""
+    """Return the compute capability of the GPU, such as 90 for Hopper; 0 without one of NVIDIA's."""
     if INTERPRETED:
         return 0
     target = triton.runtime.driver.active.get_current_target()
-    return target.arch if target.backend == "cuda" else -1
+    return target.arch if target.backend == "cuda" else 0
 
 
 def is_aligned(*tensors: torch.Tensor | None) -> bool:

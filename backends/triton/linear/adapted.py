@@ -7,7 +7,6 @@ reads is complete: the first one is launched when all before it has ended.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -17,7 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import CachedLaunch, follows_early, is_aligned
+from specdec.backends.triton.launch.relaunch import cached_launch, follows_early, is_aligned
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.lora import low_rows, one_by_one, plus
 from specdec.backends.triton.linear.parts import filled, picked
@@ -148,11 +147,6 @@ def _adapted_kernel(
     tl.store(at, product, mask=(m < num_rows)[None, :] & (n < N)[:, None])
 
 
-@cache
-def _run_adapted(num_warps: int, num_stages: int, maxnreg: int | None, launch_pdl: bool) -> CachedLaunch:
-    return CachedLaunch(_adapted_kernel, num_warps, num_stages, maxnreg, launch_pdl)
-
-
 def lora_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -182,6 +176,6 @@ def lora_linear(
     constants |= {"NUM_CHUNKS": num_chunks, "RANK": rank, "SPAN": span, "PDL": is_early}
     maxnreg = REGISTERS if activation else None
     sizes = [*of_parts, 0, 0][:MOST_PARTS]
-    run = _run_adapted(tile.num_warps, tile.num_stages, maxnreg, is_early)
+    run = cached_launch(_adapted_kernel, tile.num_warps, tile.num_stages, is_early, maxnreg)
     run(grid, *args, adapters, sums, *filled(b), *filled(scales), *sizes, **constants)
     return out

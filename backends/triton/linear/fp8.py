@@ -7,14 +7,13 @@ Twins: `specdec.backends.linear.fp8`.
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import CachedLaunch, follows_early
+from specdec.backends.triton.launch.relaunch import cached_launch, follows_early
 from specdec.backends.triton.linear.parts import Tile, Tiles
 from specdec.backends.triton.linear.quantised import launch
 from specdec.backends.triton.linear.rounding import quantised
@@ -46,11 +45,6 @@ TILES = Tiles(
 )
 
 
-@cache
-def _run(num_warps: int, launch_pdl: bool) -> CachedLaunch:
-    return CachedLaunch(_quantise_kernel, num_warps, launch_pdl=launch_pdl)
-
-
 def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.backends.linear.fp8.quantise`; rows x [M, K], aligned."""
     num_rows, K = x.shape
@@ -60,8 +54,9 @@ def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]
     scales = torch.empty(num_rows, num, dtype=torch.float32, device=x.device)
     if num_rows:
         grid = num_rows, triton.cdiv(num, together)
-        constants = {"K": K, "GROUP": group, "GROUPS": together, "PDL": follows_early(num_rows)}
-        _run(16 if by_row else 4, constants["PDL"])(grid, x, out, scales, x.stride(0) // 16, **constants)
+        is_early = follows_early(num_rows)
+        run = cached_launch(_quantise_kernel, 16 if by_row else 4, launch_pdl=is_early)
+        run(grid, x, out, scales, x.stride(0) // 16, K=K, GROUP=group, GROUPS=together, PDL=is_early)
     return out, scales
 
 

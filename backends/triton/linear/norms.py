@@ -3,14 +3,12 @@
 Twins: `specdec.backends.linear.reference`, and `fp8` for results in FP8.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import CachedLaunch, follows_early, is_aligned
+from specdec.backends.triton.launch.relaunch import cached_launch, follows_early, is_aligned
 from specdec.backends.triton.linear.rounding import quantised
 
 WIDE = 1024  # elements of a program, at least: several rows where they are short
@@ -74,11 +72,6 @@ def _norm_kernel(
         tl.store(scales + row[:, None] * tl.cdiv(H, GROUP) + g[None, :], of_groups, mask=is_group)
     else:
         tl.store(out + at, normed, mask=inside)
-
-
-@cache
-def _run(launch_pdl: bool) -> CachedLaunch:
-    return CachedLaunch(_norm_kernel, NUM_WARPS, launch_pdl=launch_pdl)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
@@ -174,7 +167,7 @@ def _launch(
     group = 0 if scales is None else block if scales.shape[-1] == 1 else 128
     constants |= {"GROUP": group, "ROWS": together, "BLOCK": block, "PDL": is_early}
     if is_aligned(x, residual, weight):
-        _run(is_early)(grid, *args, **constants)
+        cached_launch(_norm_kernel, NUM_WARPS, launch_pdl=is_early)(grid, *args, **constants)
     else:
         _norm_kernel[grid](*args, **constants, num_warps=NUM_WARPS, launch_pdl=is_early)
     return out

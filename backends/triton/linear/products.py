@@ -4,7 +4,6 @@ Twin: `specdec.backends.linear.reference.product_twin`. The tile of weight is th
 so one tensor-core instruction serves few rows and many. Weights come through TMA where their layout allows it.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, capability, follows_early, is_aligned
+from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, capability, follows_early, is_aligned
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
@@ -109,6 +108,7 @@ def _product_kernel(
 
     N, K and strides come in units of UNIT, so that their alignment is known. ACTIVATION: "" for a plain product; else
     weight has N rows more, of which `up` is the product.
+    LEADS: whether the next kernel may start early.
     """
     N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
     first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
@@ -126,11 +126,6 @@ def _product_kernel(
         product = gated(product, finished(up, bias + N, n, N, HAS_BIAS, out.dtype.element_ty), ACTIVATION)
     at = out + m.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(at, product, mask=(m < num_rows)[None, :] & (n < N)[:, None])
-
-
-@cache
-def _run_product(num_warps: int, num_stages: int, launch_pdl: bool) -> CachedLaunch:
-    return CachedLaunch(_product_kernel, num_warps, num_stages, launch_pdl=launch_pdl)
 
 
 def product(
@@ -155,7 +150,7 @@ def product(
     constants |= {"PDL": is_early, "LEADS": is_early and weight.numel() < SMALL}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": is_early}
     if is_aligned(weight, x, bias):
-        _run_product(**options)(grid, *args, **constants)
+        cached_launch(_product_kernel, **options)(grid, *args, **constants)
     else:
         _product_kernel[grid](*args, **constants, **options)
     return out

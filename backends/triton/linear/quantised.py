@@ -4,7 +4,6 @@ Twins: `specdec.backends.linear.fp8.fp8_linear_twin` and `specdec.backends.linea
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
@@ -13,7 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, capability, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, capability, follows_early
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import Tiles, filled, finished, part_of, picked, with_diagonal
@@ -47,8 +46,7 @@ def _by_channel(sums, row_scales, scales, is_row, is_column):
 def _packed_added(sums, rows, words, scales, block, size, has_column, GROUP: tl.constexpr, UPCAST: tl.constexpr):
     """Return `sums` [columns, rows] and a product of blocks; words: pointers, scales: pointers to the first ones."""
     packed = tl.load(words[:, None] + tl.arange(0, 16)[None, :], mask=has_column[:, None], other=0)
-    a, b, c, d, e, f, g, h = eighths_of_words(packed, scales, has_column, block, size, GROUP, rows.dtype, UPCAST)
-    w = in_order(a, b, c, d, e, f, g, h)
+    w = in_order(eighths_of_words(packed, scales, has_column, block, size, GROUP, rows.dtype, UPCAST))
     fence_copies(packed.shape[0])
     return dot(w, rows.T, sums, UPCAST)
 
@@ -152,12 +150,6 @@ def _quantised_kernel(
     tl.store(at, product, mask=(m < num_rows)[None, :] & (n < size)[:, None])
 
 
-@cache
-def _run(by_quarters: bool, num_warps: int, num_stages: int, launch_pdl: bool) -> CachedLaunch:
-    kernel = quarters_kernel if by_quarters else _quantised_kernel
-    return CachedLaunch(kernel, num_warps, num_stages, launch_pdl=launch_pdl)
-
-
 def launch(
     x: torch.Tensor,
     row_scales: torch.Tensor | None,
@@ -178,7 +170,7 @@ def launch(
     if num_rows == 0:
         return out
     tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
-    by_quarters, is_early = group > 0 and tile.pack == 4 and capability() in (0, 90), follows_early(num_rows)
+    by_quarters = group > 0 and tile.pack == 4 and (INTERPRETED or capability() == 90)
     if by_quarters:  # as many rows as there are, or little more
         tile = tile._replace(m=triton.next_power_of_2(num_rows))
     grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
@@ -186,8 +178,10 @@ def launch(
     tensors = *rows, *filled(weights), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)), x.stride(0))]
     args = *tensors, num_rows, num_blocks, *units
+    is_early = follows_early(num_rows)
     constants = {"GROUP": group, "ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}
     constants |= {"IS_UNEVEN": num_blocks % 4 > 0} | ({} if by_quarters else {"PACK": tile.pack})
     constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages, "PDL": is_early}
-    _run(by_quarters, tile.num_warps, tile.num_stages, is_early)(grid, *args, **constants)
+    kernel = quarters_kernel if by_quarters else _quantised_kernel
+    cached_launch(kernel, tile.num_warps, tile.num_stages, is_early)(grid, *args, **constants)
     return out

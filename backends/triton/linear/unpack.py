@@ -109,8 +109,9 @@ def _int4(words, s0, s1, s2, s3, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def in_order(a, b, c, d, e, f, g, h):
+def in_order(eighths):
     """Return eight tensors [N, 16] one after another, [N, 128]; every thread keeps what it has."""
+    a, b, c, d, e, f, g, h = eighths
     N: tl.constexpr = a.shape[0]
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
@@ -138,7 +139,7 @@ def unpacked_mxfp4(words, exponents, UPCAST: tl.constexpr):
     else:
         args = [words, exponents]
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(MXFP4, OPERANDS_OF_MXFP4, args, BF16, True, 2)
-    return in_order(a, b, c, d, e, f, g, h)
+    return in_order((a, b, c, d, e, f, g, h))
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def eighths_of_words(
         s2 = tl.load(at + 2 * size, mask=inside, other=0)
         s3 = tl.load(at + 3 * size, mask=inside, other=0)
     if scales.dtype.element_ty == tl.float32:
-        a, b, c, d, e, f, g, h = _nf4(words, s0, s2, DTYPE, UPCAST)
+        eighths = _nf4(words, s0, s2, DTYPE, UPCAST)
     else:
-        a, b, c, d, e, f, g, h = _int4(words, s0, s1, s2, s3, DTYPE, UPCAST)
-    return a, b, c, d, e, f, g, h
+        eighths = _int4(words, s0, s1, s2, s3, DTYPE, UPCAST)
+    return eighths
