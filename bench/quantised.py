@@ -1,12 +1,12 @@
 """Times quantised models of random weights: `PYTHONPATH=. python bench/quantised.py --out DIR`.
 
 Rows are plain steps and rounds of S=3 with imposed acceptance, through `generate`: ms of a launch without the first
-token, the median of five pairs of calls; `own` rows run the modules' own forward. bf16; FP8 blocks in transformers' own
-modules, whose kernel from the Hub arithmetic in torch stands in for; FP8 by channel in transformers' modules for
-compressed-tensors, whose own forward is `scaled_mm`; int4 groups of 128 in modules with gptqmodel's tensors and a
-forward in torch; NF4 in modules with bitsandbytes' tensors; MXFP4 experts of GPT-OSS-20B's shape in transformers'
-modules. First, kernels are compared with their twins on a layer's shapes, rows alone with rows together, and timed;
-with `--tiles` each product by several tiles. The last line is one JSON object.
+token, the median of five pairs of calls, "fp8" those of a draft with `draft_weights="fp8"`; `own` rows run the modules'
+own forward. bf16; FP8 blocks in transformers' own modules, whose kernel from the Hub arithmetic in torch stands in for;
+FP8 by channel in transformers' modules for compressed-tensors, whose own forward is `scaled_mm`; int4 groups of 128 in
+modules with gptqmodel's tensors and a forward in torch; NF4 in modules with bitsandbytes' tensors; MXFP4 experts of
+GPT-OSS-20B's shape in transformers' modules. First, kernels are compared with their twins on a layer's shapes, rows
+alone with rows together, and timed; with `--tiles` each product by several tiles. The last line is one JSON object.
 """
 
 import argparse
@@ -40,6 +40,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "3:1:4": {"num_steps": 3, "synthetic_acceptance": acceptance_rates(3)},
 }
+DRAFTS["3:1:4 fp8"] = {**DRAFTS["3:1:4"], "draft_weights": "fp8"}
 MAKE = {"fp8": quantised_models.fp8, "channels": quantised_models.channels}
 MAKE |= {"int4": quantised_models.gptq, "nf4": quantised_models.nf4}
 FP8 = ("fp8", "channels")

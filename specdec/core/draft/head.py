@@ -52,9 +52,9 @@ class DraftHead(nn.Module, ABC):
         return torch.arange(self.vocab_size, device=self.weight.device)
 
     @property
-    @abstractmethod
     def weight(self) -> torch.Tensor:
         """One of its weights, which gives dtype and device."""
+        return next(self.parameters())
 
     def routed(self) -> AbstractContextManager[None]:
         """Return a context in which its modules run by our ops: experts, of a head that has them."""

@@ -70,13 +70,14 @@ class AlgoSpec:
 class NarrowHead:
     """An output head over the target's tokens `ids` [dv] int64, ascending: weight [dv, h_d], bias [dv] or None.
 
-    Both are copies: what a trainer writes to the whole head is not seen. product: of states, weight and bias.
+    Both are copies: what a trainer writes to the whole head is not seen. product: of states, weight and bias; it says
+    what form weight has.
     """
 
     ids: torch.Tensor
-    weight: torch.Tensor
+    weight: Any
     bias: torch.Tensor | None
-    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = F.linear
+    product: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor] = F.linear
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Map states [N, h_d] to logits [N, dv]."""

@@ -120,6 +120,8 @@ def check_mapping(name: str, settings: Any) -> None:
 
 
 def _refuse_draft_settings(settings: dict[str, Any]) -> None:
-    given = sorted({"num_steps", "topk", "num_draft_tokens", "auto_steps", "draft_vocab"} & set(settings))
+    given = sorted(
+        {"num_steps", "topk", "num_draft_tokens", "auto_steps", "draft_vocab", "draft_weights"} & set(settings)
+    )
     if given:
         raise ValueError(f"{', '.join(given)}: plain decoding drafts nothing; give a draft or leave them out")

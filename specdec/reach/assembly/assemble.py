@@ -44,6 +44,7 @@ from specdec.reach.checkpoints.tensors import TensorFiles
 from specdec.reach.grammars.compiler import make_compiler
 from specdec.reach.heads.formats import ASSISTANT, STANDALONE, WHOLE, why_absent
 from specdec.reach.heads.load import check_head, load_head, open_draft
+from specdec.reach.heads.quantised import fp8_head
 from specdec.reach.targets.assistant import is_assistant, load_assistant
 from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.shape import position_limit
@@ -132,7 +133,8 @@ def _assemble(
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, device)
     config = replace(config, prefix_cache=_keeps_prefixes(config, draft))
     counters = Counters()
-    narrow = narrow_head(config, draft, target)
+    ours = draft if config.draft_weights is None else fp8_head(draft)
+    narrow, draft = narrow_head(config, draft, target), ours
     shape = None if draft is None else ModelShape.of(draft)
     check_memory(target, config, shape)
     sizes = (config.max_batch, config.table_width, config.pool_slots, config.page_size)

@@ -1,9 +1,11 @@
-"""A draft that proposes frequent tokens only, so that its output head is small (FR-Spec, arXiv 2502.14856).
+"""A draft's output head of its own, so that it is small: it scores frequent tokens only (FR-Spec, arXiv 2502.14856), or
+its weights are quantised.
 
 What a draft never proposes costs a rejected position where it is due, and nothing else: the target verifies as before.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,23 +15,24 @@ from specdec.core.config import EngineConfig
 from specdec.core.draft.head import DraftHead
 from specdec.core.draft.worker import NarrowHead
 from specdec.core.target import Target
+from specdec.reach.heads.quantised import fits, in_blocks, times_blocks
 from specdec.reach.targets.assistant import Assistant
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit; of wider types 1e-4
 NUM_STATES = 4  # states that both heads score
-_SETTING = "draft_vocab"
 
 
 def narrow_head(
     config: EngineConfig, draft: DraftHead | Target | Assistant | None, target: Target
 ) -> NarrowHead | None:
-    """Return the output head of `draft` over the tokens of `EngineConfig.draft_vocab`; None where all are scored.
+    """Return the output head of `draft` over the tokens of `EngineConfig.draft_vocab`, with the weights of
+    `draft_weights`; None where neither changes it.
 
     ValueError for ids that the target does not have, too few that the draft scores, a draft without a model, and output
     heads that do more than multiply (scaling, softcaps), which rows alone cannot stand for. Ranks that share `target`
     all call it.
     """
-    if config.draft_vocab is None:
+    if config.draft_vocab is None and config.draft_weights is None:
         return None
     if draft is None:
         raise ValueError(f"{_told(config)}: expected a draft with a model, whose output head it makes smaller")
@@ -42,17 +45,20 @@ def narrow_head(
         rows = target.shape.lm_head_rows() if own is None else own.weight.detach()
         output = target.shape.lm_head if own is None else own
     places = _places(config, scored, target)
-    if len(places) == len(scored):
+    is_fp8 = config.draft_weights == "fp8" and fits(rows[: len(places)])
+    if len(places) == len(scored) and not is_fp8:
         return None
-    bias = _bias(output, len(scored))
+    bias = _bias(config, output, len(scored))
     narrow = NarrowHead(scored[places], rows[places.to(rows.device)], None if bias is None else bias[places], linear)
     _check(config, narrow, score, places)
-    return narrow
+    return replace(narrow, weight=in_blocks(narrow.weight), product=times_blocks) if is_fp8 else narrow
 
 
 def _told(config: EngineConfig) -> str:
     wanted = config.draft_vocab
-    return f"{_SETTING}={wanted}" if isinstance(wanted, int) else f"{_SETTING} of {len(wanted or ())} ids"
+    if wanted is None:
+        return f"draft_weights={config.draft_weights!r}"
+    return f"draft_vocab={wanted}" if isinstance(wanted, int) else f"draft_vocab of {len(wanted)} ids"
 
 
 def _ends(target: Target) -> list[int]:
@@ -65,6 +71,8 @@ def _ends(target: Target) -> list[int]:
 def _places(config: EngineConfig, scored: torch.Tensor, target: Target) -> torch.Tensor:
     """Return where in `scored` [n] int64, ascending, the wanted ids are: [dv] int64, ascending."""
     wanted, size = config.draft_vocab, target.spec.vocab_size
+    if wanted is None:
+        return torch.arange(len(scored), device=scored.device)
     if isinstance(wanted, int):
         is_wanted = (scored < wanted) | torch.isin(scored, scored.new_tensor(_ends(target)))
     else:
@@ -80,10 +88,10 @@ def _places(config: EngineConfig, scored: torch.Tensor, target: Target) -> torch
     return places
 
 
-def _bias(output: nn.Module, num_scored: int) -> torch.Tensor | None:
+def _bias(config: EngineConfig, output: nn.Module, num_scored: int) -> torch.Tensor | None:
     bias = getattr(output, "bias", None)
     if bias is not None and len(bias) != num_scored:
-        raise ValueError(f"{_SETTING}: the output head's bias is shared among ranks; leave {_SETTING} out")
+        raise ValueError(f"{_told(config)}: the output head's bias is shared among ranks; leave it out")
     return None if bias is None else bias.detach()
 
 
@@ -99,5 +107,5 @@ def _check(
     if not (whole - own).abs().max() <= TOLERANCE.get(weight.dtype, 1e-4) * whole.abs().max():
         raise ValueError(
             f"{_told(config)}: this model's output head does more than multiply (it scales or caps logits), so rows of "
-            f"it score differently; leave {_SETTING} out"
+            "it score differently; leave it out"
         )

@@ -51,10 +51,6 @@ class LlamaLikeHead(DraftHead):
     def attention_layers(self) -> Sequence[LayerSpec]:
         return [self.config.layer.attention] * self.config.num_layers
 
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.fc.weight
-
     def rope(self, positions: torch.Tensor) -> Rope:
         return layer_rope(self.config.layer, positions, self.weight.dtype)
 

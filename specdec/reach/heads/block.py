@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from specdec.backends.linear import linear
 from specdec.backends.rope import Rope
 from specdec.core.draft.head import Attend, BlockDraftHead
 from specdec.reach.heads.base import DraftLayer, HotVocabHead, LayerConfig, OutputHead
@@ -50,7 +49,7 @@ class MarkovHead(nn.Module):
     def __init__(self, c: BlockConfig):
         super().__init__()
         self.markov_w1 = nn.Embedding(c.vocab_size, c.markov_rank)
-        self.markov_w2 = nn.Linear(c.markov_rank, c.draft_vocab_size, bias=False)
+        self.markov_w2 = OutputHead(c.markov_rank, c.draft_vocab_size, bias=False)
         if c.markov_gated:
             self.gate_proj = nn.Linear(c.layer.hidden_size + c.markov_rank, c.markov_rank)
 
@@ -67,7 +66,7 @@ class MarkovHead(nn.Module):
 
     def bias(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return what vectors [n, r] add to logits [n, dv]."""
-        return linear(vectors, self.markov_w2.weight, None)
+        return self.markov_w2(vectors)
 
 
 class BlockHead(HotVocabHead, BlockDraftHead):

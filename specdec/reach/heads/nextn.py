@@ -106,10 +106,6 @@ class NextNHead(RecyclingHead):
     def sinks(self) -> Sequence[torch.Tensor | None]:
         return [sinks for _, sinks in self._probe()]
 
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.mtp[0].eh_proj.weight  # type: ignore[union-attr,return-value]
-
     def routed(self) -> AbstractContextManager[None]:
         return self._experts.routed()
 

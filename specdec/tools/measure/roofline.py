@@ -48,7 +48,7 @@ class NumWeights:
 
 @dataclass(frozen=True)
 class ShapeFloors:
-    """Floors of a named shape in bfloat16 with random weights and a draft.
+    """Floors of a named shape in bfloat16 with random weights and a draft, of `draft_bytes` a weight.
 
     ranks: H200s that share the target; floors are those of one, which reads its part of the weights, K/V and states
     that are cut, and all of what is not, such as routers and the draft. What ranks tell each other takes no time here.
@@ -60,13 +60,15 @@ class ShapeFloors:
     ranks: int = 1
     algo: str = "eagle3"
     vocab: int | None = None
+    draft_bytes: int = 2
 
     def round_ms(self, steps: int, tokens: int = 1, batch: int = 1) -> float:
         """Bytes that must be read, over the copy rate: the target's weights once and the draft's once a pass.
 
         tokens: of the verify forward; batch: of a draft pass, both together for all requests.
         """
-        return round(2 * (self.target.read(tokens) + self._draft_weights(steps, batch)) / COPY_BYTES_PER_MS, 3)
+        num_bytes = 2 * self.target.read(tokens) + self.draft_bytes * self._draft_weights(steps, batch)
+        return round(num_bytes / COPY_BYTES_PER_MS, 3)
 
     def token_ms(self, steps: int, width: int, batch: int, context: float, tau: float) -> float:
         """ms a token of the slower of reading, weights, states and the KV of the mean context, and multiplying `width`

@@ -60,7 +60,8 @@ class Run:
                 yield {**self._key("hf", DraftShape(), Cell(1, tokens)), **row}
         free(self.subject.device)
         for group, mode, draft in product(self.plan.groups, self.plan.modes, drafts):
-            yield from self._serve(mode, draft, list(group))
+            if draft.steps or "draft_weights" not in MODES[mode]:
+                yield from self._serve(mode, draft, list(group))
 
     @property
     def _left(self) -> float:
@@ -167,7 +168,7 @@ class Run:
         if not self._has_time((repeats + 2) * one - ALLOWANCE_S, name):
             return
         first_ms, first_host, _ = _medians([call(1) for _ in range(repeats)])
-        floors, is_gpu, num = self._floors(draft), self.subject.device == "cuda", self.plan.new_tokens
+        floors, is_gpu, num = self._floors(engine, draft), self.subject.device == "cuda", self.plan.new_tokens
         yield {
             "what": "ttft",
             "ms": round(first_ms, 3),
@@ -203,12 +204,13 @@ class Run:
         except (RuntimeError, OSError, KeyError, ValueError) as error:  # a profiler that fails costs one column
             return {"idle_error": f"{type(error).__name__}: {error}"}
 
-    def _floors(self, draft: DraftShape) -> ShapeFloors | None:
+    def _floors(self, engine: Engine, draft: DraftShape) -> ShapeFloors | None:
         """Bounds on times where they mean something: those of a GPU and of named shapes."""
         subject = self.subject
         if subject.device != "cuda" or not subject.is_random:
             return None
-        return ShapeFloors(subject.shape, subject.ranks, subject.algo or "eagle3", draft.vocab)
+        num_bytes = 2 if engine.config.draft_weights is None else 1
+        return ShapeFloors(subject.shape, subject.ranks, subject.algo or "eagle3", draft.vocab, num_bytes)
 
 
 def _medians(calls: list[TimedCall]) -> tuple[float, float, float]:

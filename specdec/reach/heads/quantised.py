@@ -1,0 +1,90 @@
+"""Draft heads in FP8: copies of the weights that their products read, which halve a pass of a large head.
+
+Drafts are rounded then, so slightly fewer may be accepted; the text is the target's as before.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specdec.backends.linear import KERNEL_DTYPES
+from specdec.backends.linear.fp8 import BLOCK, DTYPE, LARGEST, LEAST, fp8_linear, quantise
+from specdec.core.draft.head import DraftHead
+from specdec.reach.heads.base import OutputHead
+
+CHUNK = 32 * BLOCK  # rows of weights that are quantised together
+Blocks = tuple[torch.Tensor, torch.Tensor]  # weights [N, K] in FP8 (e4m3), scales [N / 128, K / 128] float32
+
+
+class FP8Linear(nn.Module):
+    """A linear layer whose weights are in FP8, in blocks of 128 x 128."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.bias = linear.bias
+        for name, tensor in zip(("weight", "scales"), in_blocks(linear.weight), strict=True):
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., K] to [..., N]."""
+        return times_blocks(x, (self.weight, self.scales), self.bias)
+
+
+def fp8_head(draft: Any) -> DraftHead:
+    """Return a copy of a head that shares its tensors, but for the weights of linear layers, which are in FP8; those of
+    a shape without a kernel stay. An output head that can be in FP8 is left out: an engine makes its own rows of it.
+
+    ValueError for a draft that is no head, or not in 16 bits, and where no layer has such a shape.
+    """
+    told = "draft_weights='fp8'"
+    if not isinstance(draft, DraftHead):
+        raise ValueError(f"{told}: expected a draft head; load a draft that is a model in FP8 or 4 bits instead")
+    if draft.weight.dtype not in KERNEL_DTYPES:
+        raise ValueError(f"{told}: expected a draft in bfloat16 or float16, not {draft.weight.dtype}")
+    ours = copy.deepcopy(draft, {id(t): t for t in (*draft.parameters(), *draft.buffers())})
+    layers = [(name, m) for name, m in ours.named_modules() if isinstance(m, nn.Linear)]
+    inner = {name: m for name, m in layers if not isinstance(m, OutputHead)}
+    fitting = {name: m for name, m in inner.items() if fits(m.weight)}
+    if not fitting:
+        shapes = sorted({tuple(m.weight.shape) for m in inner.values()})
+        raise ValueError(
+            f"{told}: expected products with N a multiple of 16 and K of {BLOCK}, but this draft's [N, K] are "
+            f"{', '.join(map(str, shapes))}; leave draft_weights out"
+        )
+    for name, linear in fitting.items():
+        ours.set_submodule(name, FP8Linear(linear))
+    if draft.lm_head is not None and fits(draft.lm_head.weight):
+        ours.lm_head = None
+    return ours
+
+
+def fits(weight: torch.Tensor) -> bool:
+    """Return whether weights [N, K] have a kernel in FP8."""
+    return weight.shape[0] % 16 == 0 and weight.shape[1] % BLOCK == 0
+
+
+@torch.no_grad()
+@torch.inference_mode(False)
+def in_blocks(weight: torch.Tensor) -> Blocks:
+    """Return weight [N, K] in blocks whose largest element is 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+    weights, scales = zip(*map(_rows_in_blocks, weight.detach().split(CHUNK)), strict=True)
+    return torch.cat(weights), torch.cat(scales)
+
+
+def _rows_in_blocks(weight: torch.Tensor) -> Blocks:
+    padded = F.pad(weight.float(), (0, 0, 0, -len(weight) % BLOCK))
+    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    scales = (blocks.abs().amax((1, 3), keepdim=True) / LARGEST).clamp(min=LEAST)
+    return (blocks / scales).to(DTYPE).flatten(2).flatten(0, 1)[: len(weight)], scales[:, 0, :, 0]
+
+
+def times_blocks(x: torch.Tensor, weights: Blocks, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x [..., K] times `in_blocks`' weights, plus bias [N] or None: [..., N]."""
+    of_weights, scales = weights
+    return fp8_linear(*quantise(x, False), [of_weights], [scales], [] if bias is None else [bias], x.dtype)
