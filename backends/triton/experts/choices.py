@@ -6,9 +6,13 @@ Twins: `specdec.backends.experts.choices.top_scores_twin` and `weighted_sum_twin
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specdec.backends.triton.launch.relaunch import follows_early
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
 COLUMNS = 1024  # of a program of `weighted_sum`, at most
+CHOICES_LEAD, SUMS_LEAD = True, True  # whether the kernel that follows starts early
 
 
 @triton.jit(do_not_specialize_on_alignment=["scores", "values", "indices"])
@@ -22,8 +26,14 @@ def _top_kernel(
     SOFTMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """One row. Keys hold what orders scores, and below it what puts the lower of two equal ones' indices first."""
+    if LEADS:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     index, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     score = tl.load(scores + row * row_stride + index, mask=index < NUM, other=float("-inf")).to(tl.float32)
@@ -47,9 +57,21 @@ def _top_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "weights", "out"])
 def _weighted_sum_kernel(
-    rows, weights, out, H: tl.constexpr, K: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    weights,
+    out,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """A block of columns of one token. ROUND: to the dtype of rows, after each product."""
+    if LEADS:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -70,7 +92,7 @@ def top_scores(
     num_rows, num = scores.shape
     values = torch.empty(num_rows, k, dtype=dtype or scores.dtype, device=scores.device)
     indices = torch.empty(num_rows, k, dtype=torch.int64, device=scores.device)
-    block = triton.next_power_of_2(num)
+    block, is_early = triton.next_power_of_2(num), follows_early(num_rows)
     if num_rows:
         _top_kernel[(num_rows,)](
             scores,
@@ -82,7 +104,10 @@ def top_scores(
             SOFTMAX=softmax,
             BLOCK=block,
             BLOCK_K=triton.next_power_of_2(k),
+            PDL=is_early,
+            LEADS=is_early and CHOICES_LEAD,
             num_warps=1 if block <= 512 else 4,
+            launch_pdl=is_early,
         )
     return values, indices
 
@@ -95,6 +120,8 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) 
     block = min(triton.next_power_of_2(num_columns), COLUMNS)
     if num_tokens:
         is_rounded = torch.promote_types(rows.dtype, weights.dtype) == rows.dtype
-        grid = num_tokens, triton.cdiv(num_columns, block)
-        _weighted_sum_kernel[grid](rows, weights, out, H=num_columns, K=k, ROUND=is_rounded, BLOCK=block)
+        grid, is_early = (num_tokens, triton.cdiv(num_columns, block)), follows_early(num_tokens)
+        constants = {"H": num_columns, "K": k, "ROUND": is_rounded, "BLOCK": block}
+        constants |= {"PDL": is_early, "LEADS": is_early and SUMS_LEAD}
+        _weighted_sum_kernel[grid](rows, weights, out, **constants, launch_pdl=is_early)
     return out

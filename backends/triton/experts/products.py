@@ -12,14 +12,16 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED
+from specdec.backends.triton.launch.relaunch import INTERPRETED, follows_early
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
 
 SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
 SCANNED_AN_EXPERT = 8  # rows on average; above, some experts would have more than a tile, and be read again for them
+LEADS = False  # whether the kernel that follows starts early: what waits beside large products slows them down
 PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three on tensor cores, which leave out 2^-22 of a term
 
 
@@ -99,12 +101,18 @@ def _grouped_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """BLOCK_N columns of the products with one expert: of one block of its rows if ROUTED, else of all of them.
 
     Else programs are of experts, or by_row (1 or 0) of the first row that each expert has. ACTIVATION: "" for a plain
     product; else columns of gate and up take turns in a tile, as they do in the weight of "swigluoai".
     """
+    if LEADS:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = n < N
     if ACTIVATION != "" and ACTIVATION != "swigluoai":
@@ -203,6 +211,7 @@ def grouped_linear(
         return out
     tile = tiling(num_rows, num_experts, x.element_size(), shared_memory(x.device))
     is_routed = not is_scanned(num_rows, num_experts)
+    is_early = follows_early() and not is_routed
     order, starts = route(ids, num_experts) if is_routed else (ids, ids)
     block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
     num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
@@ -231,8 +240,11 @@ def grouped_linear(
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
+        PDL=is_early,
+        LEADS=is_early and LEADS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        launch_pdl=is_early,
     )
     return out
 

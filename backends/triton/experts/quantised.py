@@ -9,14 +9,17 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.triton.experts.products import SCANNED, is_scanned, route, routed_block, scanned
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED
+from specdec.backends.triton.launch.relaunch import INTERPRETED, follows_early
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import with_diagonal
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import unpacked_mxfp4
+
+LEADS = False  # whether the kernel that follows starts early: what waits beside large products slows them down
 
 
 @triton.jit
@@ -112,11 +115,17 @@ def _quantised_experts_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """BLOCK_N columns of the products with one expert; see `products._grouped_linear_kernel` and `parts`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     HALVES: tl.constexpr = 2 if PAIRED else 1
     HALVED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "swigluoai"
+    if LEADS:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
     i, j = tl.arange(0, HALVES * BLOCK_N), tl.arange(0, HALVES * BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + i % BLOCK_N
     is_column = n < N
@@ -211,6 +220,7 @@ def grouped(
     if num_rows == 0:
         return out
     tile, is_routed = choose_tile(num_rows, num_experts), not is_scanned(num_rows, num_experts)
+    is_early = follows_early() and not is_routed
     order, starts = route(ids, num_experts) if is_routed else (ids, ids)
     block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
     num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
@@ -242,7 +252,10 @@ def grouped(
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         NUM_STAGES=tile.num_stages,
+        PDL=is_early,
+        LEADS=is_early and LEADS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        launch_pdl=is_early,
     )
     return out
