@@ -1,6 +1,8 @@
 """Products with experts: kernels against their twin, the twin against a loop, experts of transformers against their own
 implementations, and engines whose prefills and rounds all replay, in fp32 and bf16."""
 
+from functools import partial
+
 import pytest
 import torch
 import triton
@@ -15,12 +17,15 @@ import specdec
 from specdec.backends import grouped_linear
 from specdec.backends.experts import grouped_linear_twin
 from specdec.backends.experts.choices import top_scores, top_scores_twin, weighted_sum, weighted_sum_twin
+from specdec.backends.experts.quantised import grouped_mxfp4, pack_mxfp4
 from specdec.backends.gates import ACTIVATIONS
 from specdec.backends.library import RUN
+from specdec.backends.linear import wide_linear
 from specdec.backends.triton.experts import choices
 from specdec.backends.triton.experts import products as kernels
 from specdec.reach.targets.adapters.experts import Experts, experts_forward
 from specdec.reach.targets.compiling.routers import take_over_choices
+from tests.early_starts import check_early_starts
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 
@@ -402,3 +407,43 @@ def test_traces_take_the_softmax_of_a_router_into_our_op():
     for ours, theirs in zip(graph(x), routes(x), strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["bf16", "mxfp4"])
+def test_kernels_that_start_early_read_nothing_before_its_time(form, monkeypatch):
+    """Layers of a router, its choices, two products with experts and their sum, 8 in a row."""
+    random, hidden, num = torch.Generator(DEVICE).manual_seed(0), 256, 16
+    layers = []
+    for _ in range(8):
+        router = torch.randn(num, hidden, generator=random, device=DEVICE).bfloat16()
+        sizes = (num, 512, hidden), (num, hidden, 256)
+        if form == "bf16":
+            up, down = (torch.randn(s, generator=random, device=DEVICE).bfloat16() * 0.5 * s[2] ** -0.5 for s in sizes)
+            products = partial(grouped_linear, weight=up, activation="silu"), partial(grouped_linear, weight=down)
+        else:
+            packs = [random_mxfp4(num, *s[1:], random) for s in sizes]
+            products = tuple(
+                partial(grouped_mxfp4, words=words, exponents=exponents, activation=activation)
+                for (words, exponents), activation in zip(packs, ("swigluoai", ""), strict=True)
+            )
+        layers.append((router, products))
+
+    def forward(x):
+        for router, (up, down) in layers:
+            weights, ids = top_scores(wide_linear(x, router), 4, "chosen", x.dtype)
+            x = x + weighted_sum(down(up(x, ids), ids), weights, x.dtype)
+        return x
+
+    for rows in (1, 8):
+        inputs = [torch.randn(rows, hidden, generator=random, device=DEVICE).bfloat16() for _ in range(20)]
+        check_early_starts(forward, inputs, monkeypatch)
+
+
+def random_mxfp4(num_experts, num_columns, num_features, random):
+    """Words and exponents of random experts."""
+    size = num_experts, num_columns, num_features // 32
+    blocks = torch.randint(0, 256, (*size, 16), generator=random, device=DEVICE, dtype=torch.uint8)
+    scales = torch.randint(118, 122, size, generator=random, device=DEVICE, dtype=torch.uint8)
+    packs = [pack_mxfp4(b.flatten(1), s) for b, s in zip(blocks, scales, strict=True)]
+    return tuple(torch.stack(parts) for parts in zip(*packs, strict=True))
