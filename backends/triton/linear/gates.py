@@ -6,9 +6,8 @@ Twin: `specdec.backends.gates.gate_twin`.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import cached_launch, follows_early
+from specdec.backends.triton.launch.relaunch import CachedLaunch
 
 
 @triton.jit
@@ -38,11 +37,8 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gate_kernel(product, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_kernel(product, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """A block of columns of one row of out [rows, N], from product [rows, 2 * N]."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(product + row * 2 * N + n, mask=n < N, other=0.0)
@@ -50,11 +46,12 @@ def _gate_kernel(product, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK:
     tl.store(out + row * N + n, gated(gate, up, ACTIVATION), mask=n < N)
 
 
+_run_gate = CachedLaunch(_gate_kernel)
+
+
 def gate(product: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up of the halves of product [M, 2*N], with the bits of `product`'s own: [M, N]."""
     num_rows, N = product.shape[0], product.shape[1] // 2
     out = torch.empty(num_rows, N, dtype=product.dtype, device=product.device)
-    is_early = follows_early(num_rows)
-    run = cached_launch(_gate_kernel, 4, launch_pdl=is_early)
-    run((num_rows, triton.cdiv(N, 1024)), product, out, N=N, ACTIVATION=activation, BLOCK=1024, PDL=is_early)
+    _run_gate((num_rows, triton.cdiv(N, 1024)), product, out, N=N, ACTIVATION=activation, BLOCK=1024)
     return out

@@ -6,10 +6,9 @@ Twins: `latent_queries_twin` and `latent_values_twin` of `specdec.backends.linea
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED
 from specdec.backends.triton.linear.products import dot
 
 
@@ -32,15 +31,11 @@ def _heads_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """BLOCK_M rows and BLOCK_N columns of a head of out [num_rows, H, N + REST]; its last columns are x's own.
 
     A head has ROWS rows of weight, of which those from FIRST on are its matrix: [N, K], or [K, N] if TRANSPOSED.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     head, num_heads = tl.program_id(1), tl.num_programs(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -76,7 +71,7 @@ def _of_heads(
     num_rows, num_heads, _ = x.shape
     N, K = (weight.shape[1], size) if is_transposed else (size, weight.shape[1])
     out = torch.empty(num_rows, num_heads, N + num_rest, dtype=x.dtype, device=x.device)
-    is_short, is_early = num_rows <= 64, follows_early(num_rows)
+    is_short = num_rows <= 64
     block_m = min(max(16, triton.next_power_of_2(num_rows)), 64 if is_short else 128)
     block_n = 64 if is_short else 128
     _heads_kernel[(triton.cdiv(num_rows, block_m), num_heads, triton.cdiv(N, block_n))](
@@ -97,10 +92,8 @@ def _of_heads(
         BLOCK_N=block_n,
         BLOCK_K=64,
         BLOCK_REST=triton.next_power_of_2(max(num_rest, 1)),
-        PDL=is_early,
         num_warps=4 if is_short else 8,
         num_stages=3,
-        launch_pdl=is_early,
     )
     return out
 
