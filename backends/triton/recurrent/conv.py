@@ -6,10 +6,8 @@ Twins: `backends.recurrent.reference.conv_tail`, `conv_step` and `conv_extend`.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.recurrent.state_pool import ConvLayer
-from specdec.backends.triton.launch.relaunch import follows_early
 from specdec.core.batch import AttentionMetadata
 
 BLOCK_C = 128
@@ -24,11 +22,9 @@ def _conv_tail_kernel(
     x, weight, bias, out, state, tail, rows, prefix_lens, ancestor_bits, first_node, q_len, max_tail,
     x_t, x_c, weight_c, weight_k,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One node: its path from itself upwards, then the row's state from its newest input on."""
-    if PDL:
-        gdc_wait()
     channel, token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = channel < CHANNELS
     request = token // q_len
@@ -67,11 +63,9 @@ def _conv_tail_kernel(
 @triton.jit(do_not_specialize_on_alignment=["rows", "prefix_lens"])
 def _conv_step_kernel(
     x, weight, bias, out, state, rows, prefix_lens, x_t, x_c, weight_c, weight_k,
-    CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token of a request, which becomes the newest of its row's inputs."""
-    if PDL:
-        gdc_wait()
     channel, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = channel < CHANNELS
     state += tl.load(rows + request) * (KEPT * CHANNELS) + channel
@@ -173,7 +167,6 @@ def conv_tail(
     """See `backends.recurrent.reference.conv_tail`."""
     m, spec, bits = metadata, layer.spec, metadata.ancestor_bits
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    is_early = follows_early(x.shape[0])
     _conv_tail_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
         x,
         weight,
@@ -195,9 +188,7 @@ def conv_tail(
         WORDS=0 if bits is None else bits.shape[2],
         BLOCK_NODES=triton.next_power_of_2(m.tail_len),
         BLOCK=BLOCK_C,
-        PDL=is_early,
         num_warps=BLOCK_C // 32,
-        launch_pdl=is_early,
     )
     return out
 
@@ -206,7 +197,7 @@ def conv_step(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
 ) -> torch.Tensor:
     """See `backends.recurrent.reference.conv_step`."""
-    spec, kept, is_early = layer.spec, layer.spec.kernel - 1, follows_early(x.shape[0])
+    spec, kept = layer.spec, layer.spec.kernel - 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _conv_step_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
         x,
@@ -222,9 +213,7 @@ def conv_step(
         KEPT=kept,
         HAS_BIAS=bias is not None,
         BLOCK=BLOCK_C,
-        PDL=is_early,
         num_warps=BLOCK_C // 32,
-        launch_pdl=is_early,
     )
     return out
 

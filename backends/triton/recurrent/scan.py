@@ -10,10 +10,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.recurrent.state_pool import ScanInputs, ScanLayer, ScanSpec
-from specdec.backends.triton.launch.relaunch import follows_early
 from specdec.backends.triton.recurrent.tokens import (
     decayed,
     load_decay,
@@ -45,10 +43,8 @@ def _scan_tail_kernel(
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, rates_h, rates_n, rates_p,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
     DECAY: tl.constexpr, CORRECTED: tl.constexpr, WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
     head, request = tl.program_id(1), tl.program_id(2)
     key_head = head // (H // G)
     n, p = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -130,10 +126,8 @@ def _scan_extend_kernel(
     q, k, v, g, beta, rates, out, state, kept_rates, rows, prefix_lens, qo_indptr,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, rates_h, rates_n, rates_p,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    DECAY: tl.constexpr, CORRECTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    DECAY: tl.constexpr, CORRECTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
     head, request = tl.program_id(1), tl.program_id(2)
     key_head = head // (H // G)
     n, p = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -171,7 +165,7 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
     """See `recurrent.reference.scan_tail`."""
     m, spec, bits = metadata, layer.spec, metadata.ancestor_bits
     out, (tensors, strides) = torch.empty_like(inputs.v, memory_format=torch.contiguous_format), arguments(inputs)
-    words, is_early = 0 if bits is None else bits.shape[2], follows_early(len(inputs.v))
+    words = 0 if bits is None else bits.shape[2]
     _scan_tail_kernel[_grid(spec, m.num_reqs)](
         *tensors,
         out,
@@ -190,8 +184,6 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
         WIDTH=width(spec),
         WORDS=words,
         BLOCK_WORDS=triton.next_power_of_2(max(words, 1)),
-        PDL=is_early,
-        launch_pdl=is_early,
         **constants(spec),
     )
     return out
@@ -212,9 +204,9 @@ def _token_by_token(
     inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata, out: torch.Tensor
 ) -> torch.Tensor:
     m, spec, (tensors, strides) = metadata, layer.spec, arguments(inputs)
-    is_early = follows_early(len(inputs.v))
-    args = *tensors, out, layer.state, layer.rates, m.rows, m.prefix_lens, m.qo_indptr, *strides
-    _scan_extend_kernel[_grid(spec, m.num_reqs)](*args, **constants(spec), PDL=is_early, launch_pdl=is_early)
+    _scan_extend_kernel[_grid(spec, m.num_reqs)](
+        *tensors, out, layer.state, layer.rates, m.rows, m.prefix_lens, m.qo_indptr, *strides, **constants(spec)
+    )
     return out
 
 
