@@ -10,10 +10,7 @@ import numpy as np
 
 from specdec.core.grammar.grammar import Grammar
 
-MOST_MASKED = 64  # rounds with masks after a token that the target chose and the grammar forbids
-# What becomes of their number with each round without masks that is wrong, or right: it grows where more than 20% are
-# wrong. Taking one back costs a round; masks cost 5% of one (an 8B) to 40% (a small model).
-WRONG, RIGHT = 4, 0.7
+MOST_MASKED = 16  # rounds with masks after a token that the target chose and the grammar forbids
 
 
 class Matcher(Protocol):
@@ -84,7 +81,7 @@ class Constraint:
         self._num_words = num_words
         self._num_before_eos = num_before_eos
         self._num_masked = 0  # rounds with masks to come
-        self._mistrust = 1.0  # how many there will be after the next token that is forbidden
+        self._mistrust = 1  # how many there will be after the next token that is forbidden
         self._ahead: list[int] = []  # what the matcher has taken after its text, since a round may emit it
         self._ends = {*eos_ids, *library_eos}
         self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
@@ -170,16 +167,16 @@ class Constraint:
                 count += 1
             if count < len(tokens):
                 self.mistrust()
-                self._mistrust = min(WRONG * self._mistrust, MOST_MASKED)
             else:
-                self._mistrust = max(1.0, self._mistrust * RIGHT)
+                self._mistrust = max(1, self._mistrust // 2)
         self._num_before_eos -= count
         self.is_trusted = not self._num_masked and not self.is_forced
         return count
 
     def mistrust(self) -> None:
-        """Have rounds with masks, since the target chose a token that is forbidden: more, the more often unmasked."""
-        self._num_masked = round(self._mistrust)
+        """Have rounds with masks, since the target chose a token that is forbidden: more of them, the more often."""
+        self._num_masked = self._mistrust
+        self._mistrust = min(2 * self._mistrust, MOST_MASKED)
 
     def _may_end(self, eos: int) -> bool:
         mask = np.zeros(self._num_words, np.int32)
