@@ -665,3 +665,5 @@ def test_texts_under_schemas_are_timed_beside_free_ones(model):
     rows = list(grammar_speed.run(model, tokenizer, draft, [shape], [1], 12, cuda_graph=None))
     assert [row["speed"] for row in rows] == ["text", "free", "both", "forced"]
     assert rows[3]["tau"] > rows[0]["tau"] and rows[3]["late_ms"] > 0
+    for row in rows:
+        assert len(row["took"]) == 5 and row["tokens_per_s"] == pytest.approx(11e3 / row["took"][2], rel=0.05)
