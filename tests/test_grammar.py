@@ -17,7 +17,7 @@ from specdec.core.functional.sampling import Guide, constrain, guided
 from specdec.core.functional.tree import Tree, ancestor_bits, chain, force
 from specdec.core.grammar.feed import MaskFeed
 from specdec.core.grammar.grammar import MOST_DEPTH
-from specdec.core.grammar.matcher import Constraint, is_allowed
+from specdec.core.grammar.matcher import NUM_MASKED, Constraint, is_allowed
 from tests.faults import missing_pages
 from tests.grammars import EOS, GRAMMARS, SCHEMA, masks_after, plain_law, plain_text, spm_tokenizer, tiny_tokenizer
 from tests.heads import ALGOS, random_draft
@@ -264,7 +264,7 @@ def test_greedy_choices_are_those_of_masks_where_text_is_forced(compiler):
 
 
 def test_tokens_that_no_mask_chose_are_checked(compiler):
-    """Up to the first that masks forbid, EOS included; the more are forbidden, the more rounds have masks."""
+    """Up to the first that masks forbid, EOS included; the rounds after that have masks."""
 
     def after(regex, text, eos=()):
         constraint = Constraint(compiler.compile(Grammar(regex=regex)).matcher(), {EOS}, compiler.eos_ids, NUM_WORDS)
@@ -290,7 +290,22 @@ def test_tokens_that_no_mask_chose_are_checked(compiler):
         while not constraint.is_trusted:
             assert constraint.advance(TOKENIZER.encode("b")) == 1
             rounds[-1] += 1
-    assert rounds == [1, 2, 4, 8, 16]
+    assert rounds == [NUM_MASKED] * 5
+
+
+def test_what_the_target_would_choose_without_masks_decides_whether_it_is_trusted(compiler):
+    """A target that is wrong in a third of its rounds is not trusted again and again; one that was wrong is."""
+    compiled, a, wrong = compiler.compile(Grammar(regex="[a-c]{200}")), *TOKENIZER.encode("ad")
+    rng, masks = random.Random(0), np.full((2, NUM_WORDS), -1, np.int32)
+    constraint, num_undone = Constraint(compiled.matcher(), {EOS}, compiler.eos_ids, NUM_WORDS), 0
+    for number in range(96 + NUM_MASKED + 1):
+        chosen = wrong if number < 96 and rng.random() < 1 / 3 else a
+        if constraint.is_trusted:
+            num_undone += constraint.advance([chosen], is_masked=False) == 0
+        else:
+            constraint.fill_chain([0, a], masks, np.array([chosen, wrong]))  # of the last node nothing is emitted
+            assert constraint.advance([a]) == 1
+    assert num_undone < 5 and constraint.is_trusted
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -327,6 +342,24 @@ class Mark:
         pass
 
     synchronize = record
+
+
+def test_choices_of_a_round_are_there_until_its_results_are_read():
+    """Which may be while the next round's choices are copied."""
+
+    class Keeps:
+        def __init__(self):
+            self.constraint, self.finish_reason, self.kept = self, None, []
+
+        def fill_chain(self, tokens, masks, choices):
+            self.kept.append(choices)
+
+    feed, request = MaskFeed(EngineConfig(num_steps=2), VOCAB, torch.device("cpu")), Keeps()
+    feed._has_choices = Mark(False)
+    for choice in (5, 6):
+        feed.begin([request], lambda lines: None)
+        feed.fill(1, torch.tensor([[choice]]))
+    assert [own.tolist() for own in request.kept] == [[5], [6]]
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])

@@ -65,7 +65,8 @@ class MaskFeed:
         self._host_masks = torch.full((size,), -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         num = max_batch * num_nodes
         self._tree = self._host_tree = torch.zeros(2 * num, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        self._host_choices = torch.zeros(num, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        # of this round, and of the one before, whose results may not have been read
+        self._host_choices = torch.zeros(2, num, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         self._copies = torch.cuda.Stream(device) if is_cuda else None
         self._has_tree, self._has_choices = (torch.cuda.Event() if is_cuda else None for _ in range(2))
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)] if is_cuda else []
@@ -182,7 +183,7 @@ class MaskFeed:
         self._mark(0)
         num = len(self._requests)
         if choices is not None:
-            self._host_choices[: choices.numel()].copy_(choices.reshape(-1), non_blocking=True)
+            self._own_choices(choices).copy_(choices, non_blocking=True)
             if self._has_choices is not None:
                 self._has_choices.record()
         self.read_results()  # of the round before, if they were not read at the first stop
@@ -195,7 +196,7 @@ class MaskFeed:
         if choices is None:
             last = self._fill(self._constrained(self._requests), tokens, parents, host)
         else:
-            last = self._correct(tokens, parents, host)
+            last = self._correct(tokens, parents, host, self._own_choices(choices).numpy())
         self._copy_masks(last * num_nodes * self.num_words)
         self._mark(1)
         self._num_rounds += 1
@@ -247,7 +248,13 @@ class MaskFeed:
             self._run([partial(c.fill_tree, tokens[i], parents[i], masks[i]) for c, i in found])
         return found[-1][1] + 1 if found else 0
 
-    def _correct(self, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> int:
+    def _own_choices(self, choices: torch.Tensor) -> torch.Tensor:
+        """Return what this round's choices [n, D] are copied to."""
+        return self._host_choices[self._num_rounds % 2, : choices.numel()].view(choices.shape)
+
+    def _correct(
+        self, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray, choices: np.ndarray
+    ) -> int:
         """Do what `_fill` does, but once choices are known only where they make it necessary."""
         found, last, is_chain = self._constrained(self._requests), 0, _is_chain(parents[0])
         for constraint, i in found:
@@ -256,15 +263,15 @@ class MaskFeed:
             elif self._has_choices is None or self._has_choices.query():
                 break
             else:
-                constraint.fill_chain(tokens[i], masks[i])
+                constraint.fill_chain(tokens[i], masks[i], choices[i])
                 last = i + 1
         if not found or last > found[-1][1]:
             return last
         if self._has_choices is not None:
             self._wait(self._has_choices)
-        choices = self._host_choices[: masks.shape[0] * masks.shape[1]].view(masks.shape[:2]).tolist()
+        known = choices.tolist()
         for constraint, i in found:
-            if i >= last and constraint.fill_choices(tokens[i], parents[i], choices[i], masks[i]):
+            if i >= last and constraint.fill_choices(tokens[i], parents[i], known[i], masks[i]):
                 last = i + 1
         return last
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from specdec.core.grammar.grammar import Grammar
 
-MOST_MASKED = 16  # rounds with masks after a token that the target chose and the grammar forbids
+NUM_MASKED = 8  # rounds with masks after one where the target chose a token that the grammar forbids
 
 
 class Matcher(Protocol):
@@ -69,7 +69,7 @@ class Constraint:
     a text that is complete earlier cannot go on.
 
     is_trusted: whether its next greedy tokens may be chosen without masks and checked once they are here: the grammar
-    does not force several, and the target has not chosen what it forbids of late.
+    does not force several, and the target has not chosen what it forbids of late, without masks or but for them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Constraint:
         self._num_words = num_words
         self._num_before_eos = num_before_eos
         self._num_masked = 0  # rounds with masks to come
-        self._mistrust = 1  # how many there will be after the next token that is forbidden
+        self._choices: np.ndarray | None = None  # see `fill_chain`
         self._ahead: list[int] = []  # what the matcher has taken after its text, since a round may emit it
         self._ends = {*eos_ids, *library_eos}
         self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
@@ -140,8 +140,12 @@ class Constraint:
                 self._visit(child, tokens, children, masks, depth + 1)
                 self.matcher.rollback(1)
 
-    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray) -> None:
-        """Do what `fill_tree` does for a chain; the matcher stays ahead by what it takes."""
+    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray, choices: np.ndarray | None = None) -> None:
+        """Do what `fill_tree` does for a chain; the matcher stays ahead by what it takes.
+
+        choices [D]: what nodes choose without masks, if that will be known when `advance` takes what the round emits.
+        """
+        self._choices = choices
         if self._foreign or self._num_before_eos > 0:
             return self.fill_tree(tokens, [0, *range(len(tokens) - 1)], masks)
         self._rewind()
@@ -160,6 +164,8 @@ class Constraint:
             while count < len(tokens) and (tokens[count] in self.eos_ids or self.matcher.accept(tokens[count])):
                 count += 1
             self._num_masked -= self._num_masked > 0
+            if self._choices is not None and self._choices[: len(tokens)].tolist() != [*tokens]:
+                self.mistrust()
         else:
             end = _end(tokens, self.eos_ids)
             count = self.matcher.take(tokens[:end])
@@ -167,16 +173,14 @@ class Constraint:
                 count += 1
             if count < len(tokens):
                 self.mistrust()
-            else:
-                self._mistrust = max(1, self._mistrust // 2)
+        self._choices = None
         self._num_before_eos -= count
         self.is_trusted = not self._num_masked and not self.is_forced
         return count
 
     def mistrust(self) -> None:
-        """Have rounds with masks, since the target chose a token that is forbidden: more of them, the more often."""
-        self._num_masked = self._mistrust
-        self._mistrust = min(2 * self._mistrust, MOST_MASKED)
+        """Have rounds with masks, since the target chose a token that is forbidden."""
+        self._num_masked = NUM_MASKED
 
     def _may_end(self, eos: int) -> bool:
         mask = np.zeros(self._num_words, np.int32)
