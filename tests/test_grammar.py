@@ -26,7 +26,8 @@ from tests.tiny_models import VOCAB, tiny_model
 pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 trial = pytest.importorskip("specdec.reach.grammars.trial")
-make_compiler = pytest.importorskip("specdec.reach.grammars.compiler").make_compiler
+compiling = pytest.importorskip("specdec.reach.grammars.compiler")
+make_compiler, open_library = compiling.make_compiler, compiling.open_library
 
 Vocabulary = pytest.importorskip("specdec.reach.grammars.vocabulary").Vocabulary
 
@@ -700,3 +701,15 @@ def test_texts_under_schemas_are_timed_beside_free_ones(model):
     assert rows[3]["tau"] > rows[0]["tau"] and rows[3]["late_ms"] > 0
     for row in rows:
         assert len(row["took"]) == 5 and row["tokens_per_s"] == pytest.approx(11e3 / row["took"][2], rel=0.05)
+
+
+def test_masks_of_strings_of_a_length_are_those_of_single_tokens():
+    """Sets of tokens that the library takes in one go change no mask."""
+    library = open_library("llguidance", Vocabulary.of(TOKENIZER, VOCAB, frozenset([EOS])))
+    grammars = [Grammar(json={"type": "string", "maxLength": most}) for most in (2, 5, 12, 40)]
+    lens, text, masks = (1, 2, 3, 5), TOKENIZER.encode('"agename 12 true'), []
+    for _ in range(2):
+        found = (masks_after(library.compile(g), text[:n]) for g, n in zip(grammars, lens, strict=True))
+        masks.append([torch.stack([*own]) for own in found])
+        library._tokenizer = library._tokenizer.with_slices([])
+    assert all(map(torch.equal, *masks))
