@@ -394,14 +394,16 @@ def test_rounds_without_a_guide_end_where_text_is_forced(model):
     assert len(advised) < len(lens) and len(lens) <= num_free + 6 and lens[-3:-1] == [4, 4], (lens, advised)
 
 
+@pytest.mark.parametrize("is_guided", [False, True])
 @pytest.mark.parametrize("eos", [{EOS}, {EOS, 40}], ids=["own", "foreign"])
-def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compiler, eos):
-    """Texts that go on, end, and are forbidden; other EOS ids."""
+def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compiler, eos, is_guided):
+    """Texts that go on, end, and are forbidden; other EOS ids; where the draft's guide has one of the masks."""
     width = 4
     words = {
         "a": [["b", "7", "x"], ["c", "z", "x"], []],
         "d": [["d", 40, "d"], [EOS, "d", "d"]],
         "d7": [["7", "d", "d"]],
+        "ab7": [["x", EOS, "d"], ["x", "d"], ["d", "x"]],
     }
     compiled = compiler.compile(Grammar(regex="a(b|c)[0-9]x|d+7?"))
     cases = [(text, draft) for text, drafts in words.items() for draft in drafts]
@@ -411,6 +413,8 @@ def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compil
         constraint.advance(TOKENIZER.encode(text))
         tokens = [0, *(t if isinstance(t, int) else TOKENIZER.encode(t)[0] for t in draft)]
         constraint.fill_tree(tokens, [0, *range(width - 1)][: len(tokens)], expected[i])
+        if is_guided:
+            constraint.fill_next(constraint.forced(3), np.zeros(NUM_WORDS, np.int32))
         constraint.fill_chain(tokens, masks[i])
         other = Constraint(compiled.matcher(), eos, compiler.eos_ids, NUM_WORDS)
         other.advance(TOKENIZER.encode(text))

@@ -3,7 +3,7 @@
 A mask is a bitmask of the vocabulary: bit t % 32 of word t // 32, int32, is set where token t is allowed.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -25,9 +25,10 @@ class Matcher(Protocol):
     def take(self, tokens: Sequence[int]) -> int:
         """Take the first of `tokens`, none of them an EOS id, up to one that a mask forbids; return how many."""
 
-    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray) -> int:
+    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray, known: Mapping[int, np.ndarray]) -> int:
         """Write what may come next to masks[0], then take one of `tokens`, none of them an EOS id, and so on, up to one
-        that the grammar forbids; return how many were taken. A mask [W] after which nothing may come allows all."""
+        that the grammar forbids; return how many were taken. A mask [W] after which nothing may come allows all.
+        known: masks by their place."""
 
     def rollback(self, num: int) -> None:
         """Take back the last `num` tokens."""
@@ -85,7 +86,7 @@ class Constraint:
         self._ahead: list[int] = []  # what the matcher has taken after its text, since a round may emit it
         self._ends = {*eos_ids, *library_eos}
         self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
-        self._next: np.ndarray | None = None  # the mask of what may follow its text, once it is known
+        self._guide: tuple[list[int], np.ndarray] | None = None  # forced tokens, and the mask after them
 
     def foresee(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
         """Follow a tree [D] along each node's first child, so that less is left to do once choices are known."""
@@ -130,8 +131,8 @@ class Constraint:
         self, node: int, tokens: Sequence[int], children: list[list[int]], masks: np.ndarray, depth: int = 0
     ) -> None:
         mask = masks[node]
-        if node == 0 and self._next is not None:
-            mask[:] = self._next
+        if node == 0 and self._guide is not None and not self._guide[0]:
+            mask[:] = self._guide[1]
         elif not self._fill(mask, depth):
             mask.fill(-1)
             return
@@ -151,13 +152,16 @@ class Constraint:
         self._rewind()
         drafts = list(tokens[1:])
         end = _end(drafts, self._ends)
-        taken = self.matcher.fill_chain(drafts[:end], masks)
+        known = {}
+        if self._guide is not None and drafts[: len(self._guide[0])] == self._guide[0]:
+            known[len(self._guide[0])] = self._guide[1]
+        taken = self.matcher.fill_chain(drafts[:end], masks, known)
         self._ahead = drafts[:taken]
 
     def advance(self, tokens: Sequence[int], is_masked: bool = True) -> int:
         """Take emitted tokens, up to EOS; return how many the grammar allows. is_masked: they were chosen under masks,
         so that there are fewer at a dead end only, see `error`."""
-        self._next = None
+        self._guide = None
         count = self._rewind(tokens if is_masked else ())
         self._ahead = []
         if is_masked:
@@ -226,8 +230,7 @@ class Constraint:
         self._follow(forced)
         if not self._fill(mask, len(forced)):
             mask.fill(-1)
-        if not forced:
-            self._next = mask.copy()
+        self._guide = [*forced], mask.copy()
 
     def _fill(self, mask: np.ndarray, depth: int) -> bool:
         return self.matcher.fill(mask) and self._goes_on(mask, depth)

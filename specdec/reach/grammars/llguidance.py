@@ -134,15 +134,18 @@ class LLGMatcher:
                 return count
         return len(tokens)
 
-    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray) -> int:
+    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray, known: Mapping[int, np.ndarray]) -> int:
         self._before = None
         address, step = masks.__array_interface__["data"][0], masks.strides[0]
         for count, (mask, token) in enumerate(zip(masks, (*tokens, None), strict=False)):
-            if count and self._before is None and not self.forced():
-                self._before, self._since = self.library.deep_copy(), []
-            if not self._fill(mask, address + count * step):
-                mask.fill(-1)
-                return count
+            if count in known:
+                mask[:] = known[count]
+            else:
+                if count and self._before is None and not self.forced():
+                    self._before, self._since = self.library.deep_copy(), []
+                if not self._fill(mask, address + count * step):
+                    mask.fill(-1)
+                    return count
             if token is None or not self.accept(token):
                 return count
         raise AssertionError("more tokens than masks")

@@ -1,7 +1,7 @@
 """Matchers of xgrammar (extra "xgrammar"): pushdown automata with masks made when a grammar is compiled."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,9 +81,11 @@ class XGMatcher:
     def take(self, tokens: Sequence[int]) -> int:
         return next((i for i, token in enumerate(tokens) if not self._matcher.accept_token(token)), len(tokens))
 
-    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray) -> int:
+    def fill_chain(self, tokens: Sequence[int], masks: np.ndarray, known: Mapping[int, np.ndarray]) -> int:
         for count, (mask, token) in enumerate(zip(masks, (*tokens, None), strict=False)):
-            if not self.fill(mask):
+            if count in known:
+                mask[:] = known[count]
+            elif not self.fill(mask):
                 mask.fill(-1)
                 return count
             if token is None or not self._matcher.accept_token(token):
