@@ -90,4 +90,5 @@ def _timed(row: Row) -> str:
     ratio = f", {row['tokens_per_s_of_text']:.2f} of free text's" if "tokens_per_s_of_text" in row else ""
     what = f"{DraftShape.of(row)} batch {row['batch']} {row['speed']}: {row['tokens_per_s']:.0f} tokens/s{ratio}"
     masks = f"; masks {row['mask_ms']:.2f} ms, {row['late_ms']:.2f} late" if "mask_ms" in row else ""
-    return f"{what}; round {row['round_ms']:.2f} ms, tau {row['tau']:.2f}{masks}"
+    texts = f"texts {row['took'][0]:.1f} to {row['took'][-1]:.1f} ms"
+    return f"{what}; {texts}, round {row['round_ms']:.2f} ms, tau {row['tau']:.2f}{masks}"
