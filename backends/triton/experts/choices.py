@@ -12,7 +12,6 @@ from specdec.backends.triton.launch.relaunch import follows_early
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
 COLUMNS = 1024  # of a program of `weighted_sum`, at most
-CHOICES_LEAD, SUMS_LEAD = True, True  # whether the kernel that follows starts early
 
 
 @triton.jit(do_not_specialize_on_alignment=["scores", "values", "indices"])
@@ -27,12 +26,10 @@ def _top_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
-    LEADS: tl.constexpr,
 ):
     """One row. Keys hold what orders scores, and below it what puts the lower of two equal ones' indices first."""
-    if LEADS:
-        gdc_launch_dependents()
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     index, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
@@ -65,12 +62,10 @@ def _weighted_sum_kernel(
     ROUND: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-    LEADS: tl.constexpr,
 ):
     """A block of columns of one token. ROUND: to the dtype of rows, after each product."""
-    if LEADS:
-        gdc_launch_dependents()
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -105,7 +100,6 @@ def top_scores(
             BLOCK=block,
             BLOCK_K=triton.next_power_of_2(k),
             PDL=is_early,
-            LEADS=is_early and CHOICES_LEAD,
             num_warps=1 if block <= 512 else 4,
             launch_pdl=is_early,
         )
@@ -121,7 +115,6 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) 
     if num_tokens:
         is_rounded = torch.promote_types(rows.dtype, weights.dtype) == rows.dtype
         grid, is_early = (num_tokens, triton.cdiv(num_columns, block)), follows_early(num_tokens)
-        constants = {"H": num_columns, "K": k, "ROUND": is_rounded, "BLOCK": block}
-        constants |= {"PDL": is_early, "LEADS": is_early and SUMS_LEAD}
+        constants = {"H": num_columns, "K": k, "ROUND": is_rounded, "BLOCK": block, "PDL": is_early}
         _weighted_sum_kernel[grid](rows, weights, out, **constants, launch_pdl=is_early)
     return out

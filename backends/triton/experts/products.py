@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, follows_early
@@ -21,7 +21,6 @@ from specdec.backends.triton.linear.gates import gated
 
 SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
 SCANNED_AN_EXPERT = 8  # rows on average; above, some experts would have more than a tile, and be read again for them
-LEADS = False  # whether the kernel that follows starts early: what waits beside large products slows them down
 PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three on tensor cores, which leave out 2^-22 of a term
 
 
@@ -102,15 +101,12 @@ def _grouped_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
-    LEADS: tl.constexpr,
 ):
     """BLOCK_N columns of the products with one expert: of one block of its rows if ROUTED, else of all of them.
 
     Else programs are of experts, or by_row (1 or 0) of the first row that each expert has. ACTIVATION: "" for a plain
     product; else columns of gate and up take turns in a tile, as they do in the weight of "swigluoai".
     """
-    if LEADS:
-        gdc_launch_dependents()
     if PDL:
         gdc_wait()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -241,7 +237,6 @@ def grouped_linear(
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
         PDL=is_early,
-        LEADS=is_early and LEADS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=is_early,

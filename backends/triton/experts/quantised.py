@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.triton.experts.products import SCANNED, is_scanned, route, routed_block, scanned
 from specdec.backends.triton.launch.fences import fence_copies
@@ -18,8 +18,6 @@ from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import with_diagonal
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import unpacked_mxfp4
-
-LEADS = False  # whether the kernel that follows starts early: what waits beside large products slows them down
 
 
 @triton.jit
@@ -116,14 +114,11 @@ def _quantised_experts_kernel(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
-    LEADS: tl.constexpr,
 ):
     """BLOCK_N columns of the products with one expert; see `products._grouped_linear_kernel` and `parts`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     HALVES: tl.constexpr = 2 if PAIRED else 1
     HALVED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "swigluoai"
-    if LEADS:
-        gdc_launch_dependents()
     if PDL:
         gdc_wait()
     i, j = tl.arange(0, HALVES * BLOCK_N), tl.arange(0, HALVES * BLOCK_M)
@@ -253,7 +248,6 @@ def grouped(
         BLOCK_N=tile.n,
         NUM_STAGES=tile.num_stages,
         PDL=is_early,
-        LEADS=is_early and LEADS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=is_early,
