@@ -22,7 +22,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_pack
 
 from specdec.backends.experts.quantised import grouped_fp8, grouped_fp8_twin
 from specdec.backends.gates import swigluoai
-from specdec.backends.linear.fp8 import fp8_linear, fp8_linear_twin, quantise_twin
+from specdec.backends.linear.fp8 import fp8_linear, fp8_linear_twin, in_blocks, quantise_twin
 from specdec.backends.linear.packed import NF4, NF4_GROUP
 
 EXPERTS_IN_FP8 = use_experts_implementation(  # as transformers makes it of a model that it loads
@@ -73,11 +73,7 @@ def fp8(linear: nn.Linear) -> nn.Module:
     """Return `linear` in blocks of 128 x 128."""
     with torch.device("meta"):
         layer = FP8Linear(linear.in_features, linear.out_features, (128, 128), has_bias=linear.bias is not None)
-    N, K = linear.weight.shape
-    padded = F.pad(linear.weight.float(), (0, 0, 0, -N % 128)).view(-1, 128, K // 128, 128)
-    scales = (padded.abs().amax((1, 3)) / 448).clamp(min=1e-12)
-    values = (padded / scales[:, None, :, None]).view(-1, K)[:N].to(torch.float8_e4m3fn)
-    layer.weight, layer.weight_scale_inv = (nn.Parameter(t, requires_grad=False) for t in (values, scales))
+    layer.weight, layer.weight_scale_inv = (nn.Parameter(t, requires_grad=False) for t in in_blocks(linear.weight))
     layer.bias = linear.bias
     return layer
 

@@ -10,13 +10,14 @@ from torch import nn
 import specdec
 from specdec.backends.differences import distance
 from specdec.backends.linear import fp8
+from specdec.backends.linear.fp8 import CHUNK, in_blocks, times_blocks
 from specdec.core.draft.head import DraftHead
 from specdec.reach.heads.base import LayerConfig
 from specdec.reach.heads.block import BlockConfig, BlockHead
 from specdec.reach.heads.eagle import EagleConfig, EagleHead
 from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head
 from specdec.reach.heads.nextn import NextNHead
-from specdec.reach.heads.quantised import CHUNK, FP8Linear, fp8_head, in_blocks, times_blocks
+from specdec.reach.heads.quantised import FP8Linear, fp8_head
 from tests.heads import noisy, random_draft
 from tests.test_attach import ragged_prompts
 from tests.tiny_models import VOCAB, random_weights
@@ -112,12 +113,15 @@ def test_products_are_near_those_of_16_bits(N, K):
     assert distance(times_blocks(x, (weights, scales), bias), theirs) < 0.05
 
 
-def test_what_drafts_from_fewer_tokens_is_in_fp8_too():
+@pytest.mark.parametrize(("size", "is_fp8"), [(32, True), (20, False)])
+def test_what_drafts_from_fewer_tokens_is_in_fp8_where_there_is_a_kernel(size, is_fp8):
     model = wide_model()
-    with attached(model, wide_head(model, "eagle3"), draft_weights="fp8", draft_vocab=[*range(32, 96)]) as engine:
+    head = wide_head(model, "eagle3")
+    with attached(model, head, draft_weights="fp8", draft_vocab=head.hot_ids[:size].tolist()) as engine:
         narrow = engine._core.round.worker.narrow
-        size = len(narrow.ids)
-        assert narrow.weight[0].shape == (size, 128) if size % 16 == 0 else narrow.weight.shape == (size, 128)
+        weight = narrow.weight[0] if is_fp8 else narrow.weight
+        assert len(narrow.ids) == size and weight.shape == (size, 128)
+        assert weight.dtype == (torch.float8_e4m3fn if is_fp8 else torch.bfloat16)
 
 
 def test_an_output_head_without_a_kernel_stays():

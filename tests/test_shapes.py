@@ -107,6 +107,8 @@ def test_floors_of_llamas_are_what_they_were():
     assert (ShapeFloors("8b").round_ms(3), ShapeFloors("8b").round_ms(0)) == (4.093, 3.54)
     narrow = ShapeFloors("8b", vocab=8000).round_ms(3)  # of 32,000 rows of 4,096, three times
     assert ShapeFloors("8b").round_ms(3) - narrow == pytest.approx(2 * 3 * 24000 * 4096 / 4.24e9, abs=1e-3)
+    half = (ShapeFloors("8b").round_ms(3) + ShapeFloors("8b").round_ms(0)) / 2
+    assert ShapeFloors("8b", draft_bytes=1).round_ms(3) == pytest.approx(half, abs=1e-3)
     assert ShapeFloors("8b").token_ms(3, 4, 8, 1000.5, 2.3) == 1.8905
     assert ShapeFloors("8b").first_ms(2, 777) == 29.925
     assert (ShapeFloors("8b", 2).round_ms(0), ShapeFloors("8b", 2).first_ms(2, 777)) == (1.77, 14.963)

@@ -8,6 +8,7 @@ scales are the model's own tensors. A row's bits depend on that row alone.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from specdec.backends.library import op
 from specdec.backends.linear import NORM_ARGUMENTS, aligned_rows, has_kernels
@@ -16,6 +17,8 @@ from specdec.backends.linear.reference import add_rms_norm_twin, joined_twin, rm
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 LARGEST, LEAST = 448.0, 1e-12  # of DTYPE, and of a scale
+CHUNK = 32 * BLOCK  # rows of weights that `in_blocks` quantises together
+Blocks = tuple[torch.Tensor, torch.Tensor]  # weights [N, K], and scales [N / 128, K / 128] float32
 
 
 @op("quantise(Tensor x, bool by_row) -> (Tensor, Tensor)", lambda x, by_row: _like_quantised(x, by_row))
@@ -96,6 +99,32 @@ def fp8_linear(
     rows, of_rows = x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
     product = by_kernel(rows, of_rows, weights, scales, bias, dtype, activation)
     return product.view(*x.shape[:-1], product.shape[1])
+
+
+def takes(N: int, K: int) -> bool:
+    """Return whether there are products with weights [N, K] by blocks."""
+    return N % 16 == 0 and K % BLOCK == 0
+
+
+@torch.no_grad()
+@torch.inference_mode(False)
+def in_blocks(weight: torch.Tensor) -> Blocks:
+    """Return weight [N, K] in FP8 by blocks, whose largest element is 448, and their scales."""
+    weights, scales = zip(*map(_rows_in_blocks, weight.detach().split(CHUNK)), strict=True)
+    return torch.cat(weights), torch.cat(scales)
+
+
+def _rows_in_blocks(weight: torch.Tensor) -> Blocks:
+    padded = F.pad(weight.float(), (0, 0, 0, -len(weight) % BLOCK))
+    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    scales = (blocks.abs().amax((1, 3), keepdim=True) / LARGEST).clamp(min=LEAST)
+    return (blocks / scales).to(DTYPE).flatten(2).flatten(0, 1)[: len(weight)], scales[:, 0, :, 0]
+
+
+def times_blocks(x: torch.Tensor, weights: Blocks, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x [..., K] in 16 bits times the weights of `in_blocks`, plus bias [N] or None: [..., N]."""
+    of_weights, scales = weights
+    return fp8_linear(*quantise(x, False), [of_weights], [scales], [] if bias is None else [bias], x.dtype)
 
 
 def quantise_twin(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:

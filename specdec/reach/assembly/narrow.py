@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from specdec.backends.linear import linear
+from specdec.backends.linear.fp8 import in_blocks, takes, times_blocks
 from specdec.core.config import EngineConfig
 from specdec.core.draft.head import DraftHead
 from specdec.core.draft.worker import NarrowHead
 from specdec.core.target import Target
-from specdec.reach.heads.quantised import fits, in_blocks, times_blocks
 from specdec.reach.targets.assistant import Assistant
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit; of wider types 1e-4
@@ -45,7 +45,7 @@ def narrow_head(
         rows = target.shape.lm_head_rows() if own is None else own.weight.detach()
         output = target.shape.lm_head if own is None else own
     places = _places(config, scored, target)
-    is_fp8 = config.draft_weights == "fp8" and fits(rows[: len(places)])
+    is_fp8 = config.draft_weights == "fp8" and takes(len(places), rows.shape[1])
     if len(places) == len(scored) and not is_fp8:
         return None
     bias = _bias(config, output, len(scored))

@@ -7,16 +7,12 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from specdec.backends.linear import KERNEL_DTYPES
-from specdec.backends.linear.fp8 import BLOCK, DTYPE, LARGEST, LEAST, fp8_linear, quantise
+from specdec.backends.linear.fp8 import BLOCK, in_blocks, takes, times_blocks
 from specdec.core.draft.head import DraftHead
 from specdec.reach.heads.base import OutputHead
-
-CHUNK = 32 * BLOCK  # rows of weights that are quantised together
-Blocks = tuple[torch.Tensor, torch.Tensor]  # weights [N, K] in FP8 (e4m3), scales [N / 128, K / 128] float32
 
 
 class FP8Linear(nn.Module):
@@ -50,7 +46,7 @@ def fp8_head(draft: Any) -> DraftHead:
     ours = copy.deepcopy(draft, {id(t): t for t in (*draft.parameters(), *draft.buffers())})
     layers = [(name, m) for name, m in ours.named_modules() if isinstance(m, nn.Linear)]
     inner = {name: m for name, m in layers if not isinstance(m, OutputHead)}
-    fitting = {name: m for name, m in inner.items() if fits(m.weight)}
+    fitting = {name: m for name, m in inner.items() if takes(*m.weight.shape)}
     if not fitting:
         shapes = sorted({tuple(m.weight.shape) for m in inner.values()})
         raise ValueError(
@@ -59,32 +55,6 @@ def fp8_head(draft: Any) -> DraftHead:
         )
     for name, linear in fitting.items():
         ours.set_submodule(name, FP8Linear(linear))
-    if draft.lm_head is not None and fits(draft.lm_head.weight):
+    if draft.lm_head is not None and takes(*draft.lm_head.weight.shape):
         ours.lm_head = None
     return ours
-
-
-def fits(weight: torch.Tensor) -> bool:
-    """Return whether weights [N, K] have a kernel in FP8."""
-    return weight.shape[0] % 16 == 0 and weight.shape[1] % BLOCK == 0
-
-
-@torch.no_grad()
-@torch.inference_mode(False)
-def in_blocks(weight: torch.Tensor) -> Blocks:
-    """Return weight [N, K] in blocks whose largest element is 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
-    weights, scales = zip(*map(_rows_in_blocks, weight.detach().split(CHUNK)), strict=True)
-    return torch.cat(weights), torch.cat(scales)
-
-
-def _rows_in_blocks(weight: torch.Tensor) -> Blocks:
-    padded = F.pad(weight.float(), (0, 0, 0, -len(weight) % BLOCK))
-    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-    scales = (blocks.abs().amax((1, 3), keepdim=True) / LARGEST).clamp(min=LEAST)
-    return (blocks / scales).to(DTYPE).flatten(2).flatten(0, 1)[: len(weight)], scales[:, 0, :, 0]
-
-
-def times_blocks(x: torch.Tensor, weights: Blocks, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x [..., K] times `in_blocks`' weights, plus bias [N] or None: [..., N]."""
-    of_weights, scales = weights
-    return fp8_linear(*quantise(x, False), [of_weights], [scales], [] if bias is None else [bias], x.dtype)
