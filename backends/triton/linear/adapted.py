@@ -3,7 +3,7 @@ B @ sums to its own tile before it stores it.
 
 Twins: `product_twin`, `lora_twin`, `gate_twin`, one after the other. Bits are those of `products`, `lora` and `gates`.
 The second launch begins while the first one runs (PDL), and waits for it when its own product is done. All else that it
-reads is complete: the first one is launched when all before it has ended.
+reads is complete: the first one lets it begin when all before has ended.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
@@ -20,7 +20,7 @@ from specdec.backends.triton.launch.relaunch import cached_launch, follows_early
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.lora import low_rows, one_by_one, plus
 from specdec.backends.triton.linear.parts import filled, picked
-from specdec.backends.triton.linear.products import dot, finished, launch_of, product_sums
+from specdec.backends.triton.linear.products import SMALL, dot, finished, launch_of, product_sums
 from specdec.backends.triton.linear.shrink import sums_by_adapter
 from specdec.backends.triton.linear.tiles import choose_tile
 
@@ -113,12 +113,15 @@ def _adapted_kernel(
     RANK: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """See `products._product_kernel`. n0, n1, n2: columns of the parts, which begin where tiles do; behind them there
     are no adapters. With an activation, gate and up are the parts."""
     N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
     first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    if LEADS:
+        gdc_launch_dependents()
     own = tl.load(adapters + m, mask=m < num_rows, other=0).to(tl.int32)
     total, up = product_sums(
         weight, x, first_m, first_n, num_rows, N, K, stride_w, stride_x,
@@ -174,6 +177,7 @@ def lora_linear(
     (_, num_chunks, _, rank), is_early = sums.shape, follows_early()
     span = max(rank, min(256, SPAN // max(tile.m, tile.n)))
     constants |= {"NUM_CHUNKS": num_chunks, "RANK": rank, "SPAN": span, "PDL": is_early}
+    constants |= {"LEADS": is_early and weight.numel() < SMALL}
     maxnreg = REGISTERS if activation else None
     sizes = [*of_parts, 0, 0][:MOST_PARTS]
     run = cached_launch(_adapted_kernel, tile.num_warps, tile.num_stages, is_early, maxnreg)

@@ -6,16 +6,16 @@ where rows are few. The tile of weights is the first operand, as in `products`.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, is_aligned
+from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, follows_early, is_aligned
 from specdec.backends.triton.linear.parts import filled, picked
 from specdec.backends.triton.linear.products import dot
 
@@ -116,11 +116,15 @@ def _shrink_kernel(
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sums [parts, chunks, num_rows, RANK] fp32 of a tile of rows, a chunk of K and a part; of rows with an adapter.
 
     K and stride_x come in units of UNIT, so that their alignment is known.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     K, stride_x = K * UNIT, stride_x * UNIT
     chunk, part = tl.program_id(1), tl.program_id(2)
     rows, counts, own = _adapters_of(adapters, tl.program_id(0) * TOGETHER, num_rows, TOGETHER, BLOCK_M)
@@ -161,9 +165,13 @@ def _expand_kernel(
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Columns of one part of out [num_rows, N]: y and scale * B @ sums. n0, n1, n2: columns of the parts; what is
     behind them, if anything, is a part without adapters. Sizes and stride_y come in units of UNIT."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     N, stride_y, n0, n1, n2 = N * UNIT, stride_y * UNIT, n0 * UNIT, n1 * UNIT, n2 * UNIT
     block, end0 = tl.program_id(1), tl.cdiv(n0, BLOCK_N)
     end1 = end0 + tl.cdiv(n1, BLOCK_N)
@@ -185,9 +193,6 @@ def _expand_kernel(
     tl.store(out + rows[None, :] * N + columns[:, None], total.to(out.dtype.element_ty), mask=mask)
 
 
-_cached = cache(CachedLaunch)
-
-
 def block_k(rank: int) -> int:
     """Return the features that A has in a step of its product."""
     return min(128, 4096 // rank)
@@ -196,10 +201,11 @@ def block_k(rank: int) -> int:
 def _launch(
     kernel: Any, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any], num_stages: int = 3
 ) -> None:
+    options = {"num_warps": 4, "num_stages": num_stages, "launch_pdl": constants["PDL"]}
     if is_aligned(*(t for t in args if isinstance(t, torch.Tensor))):
-        _cached(kernel, num_stages=num_stages)(grid, *args, **constants)
+        cached_launch(kernel, **options)(grid, *args, **constants)
     else:
-        kernel[tuple(grid)](*args, **constants, num_stages=num_stages)
+        kernel[tuple(grid)](*args, **constants, **options)
 
 
 def _unit(*sizes: int) -> int:
@@ -220,7 +226,7 @@ def lora(
     out = torch.empty(num_rows, N, dtype=y.dtype, device=y.device)
     if num_rows == 0:
         return out
-    num_chunks, block = triton.cdiv(K, CHUNK), 128 if rank < 64 else 64
+    num_chunks, block, is_early = triton.cdiv(K, CHUNK), 128 if rank < 64 else 64, follows_early(num_rows)
     sums = torch.empty(len(a), num_chunks, num_rows, rank, dtype=torch.float32, device=x.device)
     together = next((count for most, count in TOGETHER if num_rows <= most), BLOCK_M)
     tiles, unit = triton.cdiv(num_rows, together), _unit(K, x.stride(0))
@@ -230,7 +236,7 @@ def lora(
         _shrink_kernel,
         (tiles, num_chunks, len(a)),
         args,
-        {"UNIT": unit, "CHUNK": CHUNK, **shape, "BLOCK_K": block_k(rank)},
+        {"UNIT": unit, "CHUNK": CHUNK, **shape, "BLOCK_K": block_k(rank), "PDL": is_early},
         num_stages=5,
     )
     sizes = [*(of_b.shape[1] for of_b in b), *[0] * (MOST_PARTS - len(b))]
@@ -238,6 +244,6 @@ def lora(
     blocks = sum(triton.cdiv(size, block) for size in (*sizes, N - sum(sizes)))
     numbers = num_rows, *(size // unit for size in (y.stride(0), N, *sizes))
     args = y, *filled(b), *filled(scales), adapters, sums, out, *numbers
-    constants = {"UNIT": unit, "NUM_CHUNKS": num_chunks, **shape, "BLOCK_N": block}
+    constants = {"UNIT": unit, "NUM_CHUNKS": num_chunks, **shape, "BLOCK_N": block, "PDL": is_early}
     _launch(_expand_kernel, (tiles, blocks), args, constants)
     return out

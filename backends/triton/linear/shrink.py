@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, follows_early
 from specdec.backends.triton.linear.lora import BLOCK_M, CHUNK, block_k, chunk_sums
 from specdec.backends.triton.linear.parts import filled, picked
 
@@ -60,20 +60,18 @@ def _shrink_by_adapter_kernel(
 
     K and stride_x come in units of UNIT, so that their alignment is known.
     """
-    if PDL:
-        gdc_launch_dependents()
     K, stride_x = K * UNIT, stride_x * UNIT
     chunk, part, r = tl.program_id(1), tl.program_id(2), tl.arange(0, RANK)
     adapter, rows, counts = _own_tile(adapters, num_rows, tl.program_id(0), ROWS, BLOCK_M)
+    if PDL:
+        gdc_wait()  # adapters are complete before: x is made after them
+        gdc_launch_dependents()  # only now: what follows reads x before it waits for this launch
     if adapter == 0:
         return
     matrix = picked(a0, a1, a2, part) + (adapter - 1).to(tl.int64) * RANK * K
     low = chunk_sums(x, matrix, rows, counts, chunk, K, stride_x, CHUNK, RANK, UPCAST, BLOCK_M, BLOCK_K)
     at = sums + ((part * tl.num_programs(1) + chunk).to(tl.int64) * num_rows + rows)[None, :] * RANK + r[:, None]
     tl.store(at, low, mask=counts[None, :])
-
-
-_run_shrink = CachedLaunch(_shrink_by_adapter_kernel)
 
 
 def sums_by_adapter(x: torch.Tensor, a: Sequence[torch.Tensor], adapters: torch.Tensor) -> torch.Tensor:
@@ -87,7 +85,8 @@ def sums_by_adapter(x: torch.Tensor, a: Sequence[torch.Tensor], adapters: torch.
     most_tiles = min(num_rows, num_adapters + num_rows // BLOCK_M)
     constants = {"UNIT": unit, "CHUNK": CHUNK, "RANK": rank, "UPCAST": INTERPRETED}
     constants |= {"ROWS": max(BLOCK_M, triton.next_power_of_2(num_rows)), "BLOCK_M": BLOCK_M}
-    constants |= {"BLOCK_K": block_k(rank), "PDL": follows_early()}
+    constants |= {"BLOCK_K": block_k(rank), "PDL": (is_early := follows_early())}
     args = (x, *filled(a), adapters, sums, num_rows, K // unit, x.stride(0) // unit)
-    _run_shrink((most_tiles, num_chunks, len(a)), *args, **constants)
+    run = cached_launch(_shrink_by_adapter_kernel, num_warps=4, launch_pdl=is_early)
+    run((most_tiles, num_chunks, len(a)), *args, **constants)
     return sums

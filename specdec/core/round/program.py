@@ -109,7 +109,7 @@ class Round:
     def accept(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor) -> VerifyOutput:
         """Decide which nodes are emitted, up to a stop id or the length limit, and commit them."""
         verified = self._decide(batch, draft, logits, STREAM_VERIFY)
-        if self.rates is not None:
+        if self.rates is not None and batch.shape.num_steps:
             draws = self.ops.uniforms(self.state.sampling["seed"][batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
             rates = self.rates[: batch.shape.num_steps]
             verified = impose_acceptance(verified, draft.tree, rates, draws[:, 0])
