@@ -84,7 +84,7 @@ def _merge_kernel(
     score = tl.load(scores + at, mask=j < N, other=0.0)
     length = tl.load(lengths + request)
     law, above, current = 0.0, float("inf"), -1
-    for step in range(M):
+    for step in tl.static_range(M):
         matched = (length + step).to(tl.float32)
         law += tl.log((matched + 0.5) / (matched + 3.5))
         least = tl.minimum(above, tl.where(length > 0, law, float("-inf")))
@@ -111,5 +111,6 @@ def merge(
     made = [torch.empty(bs, num + more, dtype=t.dtype, device=t.device) for t in (tokens, scores, parents)]
     inputs = (t.contiguous() for t in (tokens, scores, parents, found, lengths))
     block = triton.next_power_of_2(num)
-    _merge_kernel[(bs,)](*inputs, *made, N=num, M=more, BLOCK=block, num_warps=8 if block > 1024 else 4)
+    num_warps = 8 if block > 1024 else 4 if block > 512 else 1  # one warp needs no barrier in its reductions
+    _merge_kernel[(bs,)](*inputs, *made, N=num, M=more, BLOCK=block, num_warps=num_warps)
     return made[0], made[1], made[2]

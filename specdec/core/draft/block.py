@@ -42,8 +42,8 @@ class BlockWorker(DraftModelWorker):
             )
         self.mask_ids = torch.full((steps,), head.mask_token_id, dtype=torch.int64, device=device)
         self.width = trellis.width_of(self.config.verify_width)
-        self.candidate_depths = self._candidate_depths().to(device)
-        self.on_spine = spine.firsts(self.candidate_depths)
+        depths = self._candidate_depths().to(device)
+        self.candidate_depths, self.on_spine = self.with_lookup(depths), spine.firsts(depths)
         self.head_ids = head.hot_ids  # what the head scores by itself; the worker's own are some of them
         self.places = torch.searchsorted(self.head_ids, self.hot_ids) if self.narrow is not None else None
 

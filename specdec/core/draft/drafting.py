@@ -40,8 +40,8 @@ class SteppingWorker(DraftModelWorker):
         super().__init__(parts, hot_ids=hot_ids, vocab_size=vocab_size, dtype=dtype, ahead=ahead)
         config, device = parts.config, hot_ids.device
         self._commits = [s.committer(parts.ops) for s in self.context.states if s.commits_chains]
-        self.candidate_depths = candidate_depths(config).to(device)
-        self.on_spine = spine.firsts(self.candidate_depths)
+        depths = candidate_depths(config).to(device)
+        self.candidate_depths, self.on_spine = self.with_lookup(depths), spine.firsts(depths)
         self.own_bits = node_bits(config).to(device)  # [S-1, K, W]
         self.node_depths = torch.arange(len(self.own_bits), device=device).repeat_interleave(config.topk)
         self.logits = torch.zeros(config.num_rows, self.hot_ids.numel(), dtype=dtype, device=device)

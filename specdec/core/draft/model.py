@@ -129,7 +129,7 @@ class DraftModelWorker(DraftWorker):
     ) -> Tree:
         """Make the tree of candidates, see `tree.build`, and of what the text itself suggests, if that is wanted.
 
-        scores: the spine's are overwritten.
+        scores: the spine's are overwritten. depths: `with_lookup`.
         """
         config = self.config
         if self.draws(batch):
@@ -139,9 +139,14 @@ class DraftModelWorker(DraftWorker):
                 batch.history, batch.rows, batch.seq_lens, config.num_steps, MAX_MERGED_NGRAM
             )
             tokens, scores, parents = self.ops.merge(tokens, scores, parents, found, lengths)
-            depths = torch.cat([depths, torch.arange(1, config.num_steps + 1, device=depths.device)])
         sizes = {"num_draft_tokens": config.verify_width, "num_steps": config.num_steps}
         return self.ops.build(batch.roots, tokens, scores, parents, depths, **sizes)
+
+    def with_lookup(self, depths: torch.Tensor) -> torch.Tensor:
+        """Return the depths of a tree's candidates, and of those that `build` adds to them."""
+        if not self.config.lookup:
+            return depths
+        return torch.cat([depths, torch.arange(1, self.config.num_steps + 1, device=depths.device)])
 
     def over_target_vocab(self, laws: list[torch.Tensor]) -> torch.Tensor | None:
         """Draft laws S x [bs, dv] as [bs, S, V]; tokens outside the hot vocabulary have probability 0."""
