@@ -21,7 +21,7 @@ from specdec.backends.triton.linear.products import dot
 
 CHUNK = 1024  # features of one partial sum: a part of the result's bits
 BLOCK_M = 16  # rows of a tile, the least that tensor cores take
-TOGETHER = ((64, 1), (512, 4))  # up to so many rows, a tile has so many that count: more programs, fewer adapters each
+TOGETHER = ((64, 1), (512, 8))  # up to so many rows, a tile has so many that count: more programs, fewer adapters each
 
 
 @triton.jit
