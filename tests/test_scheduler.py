@@ -21,7 +21,7 @@ TAIL = 3
 
 
 def scheduler_of(max_batch=2, num_slots=1000, page_size=1, width=500, keeps=False):
-    return Scheduler(SlotTables(max_batch, width, num_slots, page_size, CPU, keeps_prefixes=keeps), TAIL, TAIL)
+    return Scheduler(SlotTables(max_batch, width, num_slots, page_size, CPU, keeps_prefixes=keeps), TAIL)
 
 
 def request_of(prompt=(5, 6, 7), max_new_tokens=4, stop_ids=()):

@@ -43,7 +43,7 @@ class Core:
         self.state = parts.state
         self.context = parts.context
         self.models = parts.models
-        self.scheduler = Scheduler(parts.tables, config.tail_reserve, config.num_steps + 1, parts.worker.looks_ahead)
+        self.scheduler = Scheduler(parts.tables, config.tail_reserve, parts.worker.looks_ahead)
         width = line_width(config.num_steps + 1, config.logprobs, config.digests)
         self.mailbox = Mailbox(device, most=config.max_batch * width)
         self.launcher = Launcher(parts, self.scheduler, self.mailbox)
@@ -62,14 +62,16 @@ class Core:
         runners = (*self.prefill.runners, *self.graphs.runners.values())
         self.models.share(self.turns, is_baked=any(runner.captured for runner in runners))
 
-    def submit(self, requests: Sequence[Request], steps_next: bool = False) -> None:
+    def submit(self, requests: Sequence[Request], steps_next: bool = False, looks: bool = True) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError for a change of the
-        models that it cannot follow, ValueError within autocast. steps_next: the caller steps at once."""
+        models that it cannot follow, ValueError within autocast. steps_next: the caller steps at once. looks: for
+        changes now, not only when the requests are admitted, where a change that cannot be followed ends them."""
         refuse_autocast(self.device)
         with self.turns:
             self._require_open()
-            self._follow_weights()
-            self._has_looked = steps_next
+            if looks:
+                self._follow_weights()
+            self._has_looked = steps_next and looks
             self.scheduler.add(requests)
 
     @torch.inference_mode()

@@ -70,9 +70,9 @@ class Driver:
 
     def _submit(self, call: Call) -> None:
         try:
-            self._core.submit(call.requests, steps_next=True)
+            self._core.submit(call.requests, looks=False)
             self._open[call] = None
-        except Exception as error:  # a change of the models that cannot be followed, or a detached engine
+        except Exception as error:  # a detached engine
             self._fail([call], error)
 
     def _abandon(self, call: Call) -> None:

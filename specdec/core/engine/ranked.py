@@ -20,7 +20,7 @@ class RankedCore(Core):
         self.mailbox.wait = lambda event: ranks.wait(event.query, "a round")
         agree_on_graphs(ranks, [*self.prefill.runners, *self.graphs.runners.values()])
 
-    def submit(self, requests: Sequence[Request], steps_next: bool = False) -> None:
+    def submit(self, requests: Sequence[Request], steps_next: bool = False, looks: bool = True) -> None:
         """As `Core.submit`, if all ranks submit the same; seeds are rank 0's. ValueError if not."""
         if any(r.deadline is not None for r in requests):
             raise ValueError("deadline: the clocks of ranks differ; leave it out with a sharded model")
@@ -33,7 +33,7 @@ class RankedCore(Core):
         if any(is_to_forget for _, is_to_forget in given):
             self.forget_prefixes()
         with self._ranks.reporting():
-            super().submit(requests, steps_next)
+            super().submit(requests, steps_next, looks)
 
     def clear_prefixes(self) -> None:
         """As `Core.clear_prefixes`, on all ranks at their next call: what one has kept, all have."""

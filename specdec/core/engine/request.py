@@ -37,6 +37,7 @@ class Request:
     the place of the kept one that it goes on from, if any.
     num_preempted: times that it was put back in the queue, for want of pages.
     num_behind: tokens at the end of its text that the draft has not seen but can, at most; 0 where it sees all.
+    num_covered: tokens, beyond its prompt, that it has slots for, with what a round writes past them.
     num_certain: least number of tokens it will have emitted once everything launched for it has come back.
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
@@ -66,6 +67,7 @@ class Request:
     stops: set[int] = field(default_factory=set)
     state: int | None = None
     num_behind: int = 0
+    num_covered: float = 0
     num_certain: int = 0
     num_preempted: int = 0
     tokens: list[int] = field(default_factory=list)

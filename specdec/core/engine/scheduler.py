@@ -1,5 +1,6 @@
 """The scheduler, which owns running and waiting requests and their slots; it touches no model."""
 
+import math
 import time
 from bisect import insort
 from collections import deque
@@ -23,10 +24,9 @@ class Scheduler:
     sharing: what of their prompts' K/V is there when they are admitted; looks_ahead: see `Sharing`.
     """
 
-    def __init__(self, slot_tables: SlotTables, tail_reserve: int, round_width: int, looks_ahead: int = 0):
+    def __init__(self, slot_tables: SlotTables, tail_reserve: int, looks_ahead: int = 0):
         self.slot_tables = slot_tables
         self.tail_reserve = tail_reserve
-        self._round_width = round_width  # tokens that a round emits, at most
         self.sharing = Sharing(slot_tables, looks_ahead)
         self.refill = max(1, slot_tables.max_batch // 16)
         self._num_held = 0  # rounds since a row has been held back
@@ -35,8 +35,6 @@ class Scheduler:
         self.preemption = {"preemptions": 0, "recomputed_tokens": 0}
         self._is_full = False  # the first in the queue found no pages, and none has been released since
         self._are_prefilled = True  # all that run
-        self._grown: Sequence[Request] = ()  # those that have slots for `_num_safe` rounds more
-        self._num_safe = 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.admitted: list[Request] = []  # of `running`, whose constants are not on the device yet
@@ -102,6 +100,7 @@ class Scheduler:
                 self._is_full = True
                 return
             request.begin(row, num_cached)
+            self._note_slots(request)
             growing += self.slot_tables.pages_for(most - need)
             self.preemption["recomputed_tokens"] += (request.num_to_prefill - num_cached) * bool(request.num_preempted)
             self.admitted.append(request)
@@ -116,26 +115,27 @@ class Scheduler:
     def grow(self, requests: Sequence[Request], ahead: int) -> bool:
         """Let running `requests` have slots for all that a round may write, and some more while there are; False, with
         nothing changed, if there are not so many. ahead: tokens that they may have emitted beside those known here."""
-        if self._num_safe and requests == self._grown:
-            self._num_safe -= 1
+        if all([len(r.tokens) + ahead <= r.num_covered for r in requests]):
             return True
-        tables, needs, spare = self.slot_tables, {}, GROWTH
-        for r in requests:
-            assert r.row is not None
-            most = self._most_slots(r)
-            need = min(self.slots_needed(len(r.prompt_ids) + len(r.tokens) - 1, ahead), most)
-            needs[r.row], left = (need, most), tables.num_slots(r.row) - need
-            if left < 0 or need < most:
-                spare = min(spare, left)
-        if spare >= 0:
-            self._grown, self._num_safe = requests, spare // self._round_width
-            return True
-        return any(  # all that will need more soon, so that it is seldom done
-            tables.grow(
-                {row: min(n + more, most) for row, (n, most) in needs.items() if tables.num_slots(row) < n + more}
-            )
-            for more in (GROWTH, 0)
-        )
+        for more in (GROWTH, 0):  # all that will need more soon, so that it is seldom done
+            wanted: dict[int, int] = {}
+            for r in requests:
+                assert r.row is not None
+                need = self.slots_needed(len(r.prompt_ids) + len(r.tokens) - 1, ahead) + more
+                wanted[r.row] = min(need, self._most_slots(r))
+            slots_of = self.slot_tables.num_slots
+            if self.slot_tables.grow({row: n for row, n in wanted.items() if n > slots_of(row)}):
+                for r in requests:
+                    self._note_slots(r)
+                return True
+        return False
+
+    def _note_slots(self, request: Request) -> None:
+        """Note up to how many tokens the slots of a running request last."""
+        assert request.row is not None
+        slots = self.slot_tables.num_slots(request.row)
+        covered = slots - self.slots_needed(len(request.prompt_ids) - 1, 0)
+        request.num_covered = math.inf if slots >= self._most_slots(request) else covered
 
     def preempt(self) -> None:
         """Put the last running request in the order of admission back in the queue, with what it has emitted."""
@@ -201,7 +201,7 @@ class Scheduler:
         row, request.row = request.row, None
         assert row is not None
         self.slot_tables.release(row)
-        self._is_full, self._num_safe = False, 0
+        self._is_full = False
 
     def forget_prefixes(self) -> None:
         """Keep no K/V of what was served, or is being served, for other requests."""
@@ -233,7 +233,7 @@ class Scheduler:
         self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None and r.row is not None]
         self.admitted = [r for r in self.running if r in self.admitted]
         self.waiting = deque(r for r in self.waiting if r not in self.running)
-        self._is_full, self._are_prefilled, self._num_safe = False, False, 0
+        self._is_full, self._are_prefilled = False, False
         for request in self.waiting:
             request.row = None
         self.slot_tables.repair([r.row for r in self.running if r.row is not None])

@@ -81,7 +81,7 @@ class Intake:
             raise ValueError(
                 f"{count} texts at once: at most {self._most} run and wait; lower n, or send fewer prompts"
             )
-        there = len(self.requests) + self._num_coming
+        there = sum([len(call.left) for call in self._calls]) + self._num_coming
         if there + count > self._most:
             raise Busy(
                 f"{there} requests run or wait and {count} would be added: at most {self._most}; try again later"
