@@ -150,6 +150,19 @@ def test_a_chain_tried_while_acceptance_changes_says_little_of_chains():
     assert policy.expected(2) - policy.expected(1) < wanted + 0.01
 
 
+def test_a_shorter_chain_is_expected_to_accept_what_the_one_in_use_does():
+    policy = Policy((*SHAPES[:2], Shape(5, 1, 6)), table({64: (10.0, 12.0, 12.5)}))
+    for _ in range(40):
+        policy.choose(64, 512)
+        policy.note(2, [4] * 64)
+    shorter, longer = policy.expected(1), policy.expected(2)
+    for _ in range(4):
+        policy.note(1, [1] * 64)  # chance, or acceptance that has changed: drafts are the same, so it is not the chain
+        policy.note(2, [4] * 64)
+    assert shorter > 3 and policy.expected(1) == pytest.approx(shorter, rel=0.02)
+    assert policy.expected(2) == pytest.approx(longer, rel=0.02)
+
+
 def test_what_rounds_take_in_another_context_holds_for_shapes_that_are_not_in_use():
     policy = Policy(SHAPES, table(long=1.0))
     for index in (0, 1, 2, 1):

@@ -148,7 +148,7 @@ class Policy:
             self._trial = index
         if is_stale or index == self._source or self._round - self._last[self._source] > STAY:
             self._source, self._trial = index, 0
-        else:
+        elif self._goes_beyond(index):
             hits, modelled = sum(lens) - len(lens), len(lens) * self._modelled(index)
             if index == 1:  # which others are compared with
                 self._compare(self._source, modelled, hits)
@@ -193,8 +193,15 @@ class Policy:
         """Return the tokens that a request can expect of a round of `shapes[index]`."""
         if not self._expected:
             own, places = self._bias(self._source), range(len(self.shapes))
-            self._expected = [1 + self._modelled(i) * self._bias(i) / own for i in places]
+            biases = [self._bias(i) / own if self._goes_beyond(i) else 1.0 for i in places]
+            self._expected = [1 + self._modelled(i) * bias for i, bias in zip(places, biases, strict=True)]
         return self._expected[index]
+
+    def _goes_beyond(self, index: int) -> bool:
+        """Return whether drafts of `shapes[index]` are others than the first of the source's: those of a shorter chain
+        are accepted as the source's are, so there is nothing to learn of it."""
+        own, source = self.shapes[index], self.shapes[self._source]
+        return own.topk > 1 or source.topk > 1 or own.num_steps > source.num_steps
 
     def _modelled(self, index: int) -> float:
         """Return the drafts that a round has accepted by the source's chances, trees and chains as the model says."""
