@@ -85,7 +85,8 @@ def run(monkeypatch):
     def attach(model, draft, algo, tokenizer=None, max_new_tokens=None, **settings):
         name, source = resolve_draft(draft, algo)
         config = engine_config(model, name, advised(model, draft, source, settings))
-        raise Attached((config.num_steps, config.topk, config.num_draft_tokens))
+        own = () if config.draft_weights is None else (config.draft_weights,)
+        raise Attached((config.num_steps, config.topk, config.num_draft_tokens, *own))
 
     def ended(device, command):
         target = SimpleNamespace(device=torch.device(device), config=LlamaConfig())
@@ -113,6 +114,7 @@ def run(monkeypatch):
         ("serve bundled --steps auto", (5, 1, 6), (5, 1, 6)),
         ("generate w5 --topk 2", (2, 2, 7), (3, 2, 11)),
         ("demo --topk 1", (2, 1, 3), (3, 1, 4)),
+        ("serve bundled --draft-weights fp8", (2, 1, 3, "fp8"), (3, 1, 4, "fp8")),
         ("serve bundled --max-batch 8 --steps 3 --topk 4 --draft-tokens 16", (3, 4, 16), (3, 4, 16)),
         ("generate w5 --draft none", (0, 1, 1), (0, 1, 1)),
         ("chat --draft none", (0, 1, 1), (0, 1, 1)),
@@ -147,5 +149,11 @@ def test_steps_that_are_no_number_are_refused(run):
 def test_settings_of_drafting_without_a_draft_are_refused(run, command):
     if command.startswith("serve"):
         pytest.importorskip("specdec.tools.serve.server")
-    ended = run("cpu", f"{command} --steps 3")
-    assert isinstance(ended, ValueError) and "num_steps: plain decoding drafts nothing" in str(ended)
+    for option, name in (("--steps 3", "num_steps"), ("--draft-weights fp8", "draft_weights")):
+        ended = run("cpu", f"{command} {option}")
+        assert isinstance(ended, ValueError) and f"{name}: plain decoding drafts nothing" in str(ended)
+
+
+def test_draft_weights_that_are_no_kind_are_refused(run):
+    ended = run("cpu", "chat --draft-weights int3")
+    assert isinstance(ended, ValueError) and "draft_weights='int3': expected" in str(ended)

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class WithDraft(OnTarget):
     )
     topk: int | None = option("Branches per step K; 1, the default, drafts a chain.")
     draft_tokens: int | None = option("Nodes verified per round D, root included.")
+    draft_weights: str | None = option("fp8: a draft head reads its weights in FP8; default: as they are.")
 
     def drafting(self, model: Any, max_batch: int = 1) -> "Drafting":
         """Return how an engine of `max_batch` requests drafts."""
@@ -58,7 +59,11 @@ class WithDraft(OnTarget):
         if steps not in (None, AUTO) and not steps.isdecimal():
             raise ValueError(f"--steps {steps!r}: expected a whole number, or {AUTO}")
         given = steps if steps in (None, AUTO) else int(steps)
-        return drafting_of(name, model, max_batch, given, self.topk, self.draft_tokens)
+        drafting = drafting_of(name, model, max_batch, given, self.topk, self.draft_tokens)
+        is_plain_by_choice = drafting.algo is None and name != "none"
+        if self.draft_weights is None or is_plain_by_choice:
+            return drafting
+        return replace(drafting, settings={**drafting.settings, "draft_weights": self.draft_weights})
 
 
 class Reported(Options):
