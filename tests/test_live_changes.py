@@ -1,5 +1,6 @@
 """Ways to change a live model, by what engines do then: each cell gives the changed model's text, or a named error."""
 
+import asyncio
 import copy
 import re
 from contextlib import ExitStack, contextmanager
@@ -289,22 +290,31 @@ def attached(request):
     assert text_of(model) == base
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_changed_model_gives_its_own_text_or_a_named_error(attached, way):
+def directly(engine):
+    return engine.generate([PROMPT], max_new_tokens=NUM_TOKENS, ignore_eos=True).tokens[0]
+
+
+def in_a_task(engine):
+    return asyncio.run(engine.agenerate([PROMPT], max_new_tokens=NUM_TOKENS, ignore_eos=True)).tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("way", "ask"),
+    [(way, directly) for way in WAYS]
+    + [(way, in_a_task) for way in ("state loaded", "parameter replaced", "attention replaced", "converted")],
+)
+def test_a_changed_model_gives_its_own_text_or_a_named_error(attached, way, ask):
     model, engine, base, is_baked = attached
     change, live, baked = WAYS[way]
     if way == "Adagrad, fused" and model.device.type == "cuda":
         pytest.skip("torch has no fused Adagrad for CUDA")
-
-    def text():
-        return engine.generate([PROMPT], max_new_tokens=NUM_TOKENS, ignore_eos=True).tokens[0]
 
     with change(model):
         if (model.device, way) not in TEXTS:  # the same for all engines
             TEXTS[model.device, way] = base if way in UNCHANGED else text_of(model)
         expected = TEXTS[model.device, way]
         try:
-            outcome = text()
+            outcome = ask(engine)
         except GraphError as error:
             outcome = str(error)
     assert (expected == base) == (way in UNCHANGED), "a change that changes nothing tests nothing"
@@ -312,4 +322,4 @@ def test_a_changed_model_gives_its_own_text_or_a_named_error(attached, way):
         assert re.search(rf"{told}.*detach\(\) and attach\(\) again", str(outcome))
     else:
         assert outcome == expected
-    assert text() == base, "what was put back is served again"
+    assert ask(engine) == base, "what was put back is served again"
