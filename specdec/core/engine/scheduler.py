@@ -160,8 +160,8 @@ class Scheduler:
         """
         if self._are_prefilled:
             return []
-        rests = {r: r.num_to_stop for r in self.running if r.finish_reason is None}
-        waiting = [r for r, rest in rests.items() if rest]
+        waiting = [r for r in self.running if r.num_prefilled < r.num_to_prefill and r.finish_reason is None]
+        rests = {r: r.num_to_stop for r in waiting}
         self._are_prefilled = not waiting
         waiting = [r for r in waiting if (r.embedded is None) == (waiting[0].embedded is None)]
         left = max_tokens // 2 if sum(rests.values()) > max_tokens else 0
