@@ -152,6 +152,24 @@ def test_a_rank_that_has_detached_is_not_waited_for(make):
         ours.meet("generate()")
 
 
+def test_a_rank_that_came_and_detached_at_once_has_come(make, monkeypatch):
+    ours, theirs = make()
+    has, looked = Ranks._has, []
+
+    def has_late(self, key):
+        """The other rank comes and leaves between two looks at the store."""
+        if self is ours and key == "closed/1" and not looked:
+            looked.append(key)
+            theirs._set("0/1", {"what": "attach()", "value": 7})
+            theirs.close()
+        return has(self, key)
+
+    monkeypatch.setattr(Ranks, "_has", has_late)
+    assert ours.meet("attach()", 6) == [6, 7] and looked
+    with pytest.raises(RankError, match="rank 1 has detached its engine"):
+        ours.meet("generate()")
+
+
 def test_an_attach_that_fails_is_told_and_ends_the_signs_of_life(make):
     ours, theirs = make()
 

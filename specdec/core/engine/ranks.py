@@ -191,7 +191,7 @@ class Ranks:
             if time.monotonic() - looked > POLL_S:
                 looked = time.monotonic()
                 self._raise_failed(what)
-            if self._has(f"closed/{rank}"):
+            if self._has(f"closed/{rank}") and not self._has(key):  # it may have come since, and left at once
                 raise self._lose(f"{what}: rank {rank} has detached its engine")
             if time.monotonic() > end:
                 raise self._lose(f"{what}: rank {rank} did not come within {timeout_s:g} s")
