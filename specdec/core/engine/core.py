@@ -64,8 +64,8 @@ class Core:
 
     def submit(self, requests: Sequence[Request], steps_next: bool = False, looks: bool = True) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError for a change of the
-        models that it cannot follow, ValueError within autocast. steps_next: the caller steps at once. looks: for
-        changes now, not only when the requests are admitted, where a change that cannot be followed ends them."""
+        models that it cannot follow, ValueError within autocast. steps_next: the caller steps at once. looks: the
+        models are compared now; else when the requests are admitted, and a change that cannot be followed ends them."""
         refuse_autocast(self.device)
         with self.turns:
             self._require_open()

@@ -60,8 +60,8 @@ class WithDraft(OnTarget):
             raise ValueError(f"--steps {steps!r}: expected a whole number, or {AUTO}")
         given = steps if steps in (None, AUTO) else int(steps)
         drafting = drafting_of(name, model, max_batch, given, self.topk, self.draft_tokens)
-        is_plain_by_choice = drafting.algo is None and name != "none"
-        if self.draft_weights is None or is_plain_by_choice:
+        pays = drafting.algo is not None or name == "none"  # else a CPU does without the draft that was named
+        if self.draft_weights is None or not pays:
             return drafting
         return replace(drafting, settings={**drafting.settings, "draft_weights": self.draft_weights})
 
