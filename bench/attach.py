@@ -31,18 +31,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="135m", help="random weights of a named shape such as 8b")
     parser.add_argument("--draft", default="3:1:4", help="S:K:D")
+    parser.add_argument("--max-batch", type=int, default=1)
+    parser.add_argument("--auto", action="store_true", help='num_steps="auto": as many steps as S at most')
     parser.add_argument("--check-kernels", action="store_true", help="the setting of that name is on")
     parser.add_argument("--processes", type=int, default=2, help="that share their folders, before the last")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(args.shape, args.draft, args.check_kernels)))
+        print(json.dumps(measure(args)))
         return
-    given = ["--shape", args.shape, "--draft", args.draft, *["--check-kernels"] * args.check_kernels]
     with tempfile.TemporaryDirectory() as shared, tempfile.TemporaryDirectory() as empty:
         folders = [shared] * args.processes + [empty]
-        rows = [{"process": i + 1, **run(given, folder)} for i, folder in enumerate(folders)]
+        rows = [{"process": i + 1, **run(folder)} for i, folder in enumerate(folders)]
     if args.out:
         from specdec.tools.measure.results import write_results
 
@@ -50,17 +51,17 @@ def main() -> None:
     print(json.dumps({"rows": rows}))
 
 
-def run(given: list[str], folder: str) -> dict[str, Any]:
-    """Return the row of a fresh process with options `given` that keeps what it compiles in `folder`."""
+def run(folder: str) -> dict[str, Any]:
+    """Return the row of a fresh process with this one's options that keeps what it compiles in `folder`."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, **{name: f"{folder}/{name}" for name in FOLDERS}}
-    command = [sys.executable, __file__, "--child", *given]
+    command = [sys.executable, __file__, "--child", *sys.argv[1:]]
     out = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
     print(out.splitlines()[-1], flush=True)
     return json.loads(out.splitlines()[-1])
 
 
-def measure(shape: str, text: str, checks: bool) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Attach once, and time first tokens."""
     import torch
 
@@ -68,18 +69,18 @@ def measure(shape: str, text: str, checks: bool) -> dict[str, Any]:
     from specdec.tools.measure.drafts import DraftShape
     from specdec.tools.measure.shapes import make_head, make_target
 
-    draft = DraftShape.parse(text)
-    target = make_target(shape, "cuda" if torch.cuda.is_available() else "cpu")
-    head = make_head(shape, target)
-    settings = {**draft.settings(imposed=True), "graph_sampling": ("greedy",), "max_batch": 1, "max_seq_len": 4096}
-    settings["check_kernels"] = checks
+    draft = DraftShape.parse(args.draft)
+    target = make_target(args.shape, "cuda" if torch.cuda.is_available() else "cpu")
+    head = make_head(args.shape, target)
+    given = {"max_batch": args.max_batch, "check_kernels": args.check_kernels}
+    settings = {**draft.settings(imposed=True), "graph_sampling": ("greedy",), "max_seq_len": 4096, **given}
+    settings |= {"num_steps": "auto"} if args.auto else {}
     samples = Samples()
     start = time.perf_counter()
     with samples:
         engine = attach(target, head, **settings)
     seconds, report = time.perf_counter() - start, engine.report()
-    row = {"shape": shape, "steps": draft.steps, "topk": draft.topk, "draft_tokens": draft.width}
-    row |= {"check_kernels": True} if checks else {}
+    row = {"shape": args.shape, **draft.row, **given} | ({"num_steps": "auto"} if args.auto else {})
     row |= {"attach_s": round(seconds, 2), "compile_s": round(report.compile_seconds, 2)}
     row |= {"capture_s": round(report.graph_seconds, 2), "num_graphs": len(report.graphs), "notes": report.compiled}
     for name, seen, most in (("where_s", samples.ours, 60), ("inner_s", samples.inner, 30)):

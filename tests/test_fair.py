@@ -27,7 +27,7 @@ def text_of(length, seed=0):
 
 
 def test_newcomers_get_a_free_row_within_four_rounds():
-    """Also where a batch of 32 refills by two: 31 rows decode, two newcomers wait for the one that is free."""
+    """Also the second of two where a batch of 32 has one free: it is prefilled ahead of its turn."""
     engine = engine_of(max_batch=32, prefix_cache=False)
     engine.submit([[3, 4, 5 + i] for i in range(31)], max_new_tokens=100, ignore_eos=True)
     for _ in range(3):
@@ -38,18 +38,21 @@ def test_newcomers_get_a_free_row_within_four_rounds():
     engine.detach()
 
 
-def test_a_freed_row_is_held_back_only_while_somebody_could_share_its_prefill():
-    scheduler = scheduler_of(max_batch=32)
-    running = [request_of() for _ in range(32)]
-    assert all(admitted(scheduler, *running))
-    scheduler.release(running[0])
-    assert admitted(scheduler, request_of(), request_of()) == [False, False]
-    for _ in range(3):
-        assert not scheduler.may_admit
-        scheduler.note_round()
-    assert scheduler.may_admit
-    scheduler.admit()
-    assert len(scheduler.running) == 32 and not scheduler.may_admit
+def test_prompts_of_a_full_large_batch_are_prefilled_together_ahead_of_their_turn():
+    """Of 32 rows four more: two prompts a prefill or more, and each round has 32 requests while so many are there."""
+    engine, sizes, rounds = engine_of(max_batch=32, prefix_cache=False), [], []
+    launcher = engine._attached().launcher
+    prefill, play = launcher.prefill, launcher.round
+    launcher.prefill = lambda pieces: sizes.append(len(pieces)) or prefill(pieces)
+    launcher.round = lambda requests: rounds.append(len(requests)) or play(requests)
+    prompts = [[3, 4, 5 + i] for i in range(80)]
+    lengths = [2 + i * 7 % 23 for i in range(80)]
+    out = engine.generate(prompts, max_new_tokens=lengths, ignore_eos=True)
+    assert out.tokens == [greedy(MODEL, p, n) for p, n in zip(prompts, lengths, strict=True)]
+    assert sizes[0] == 36 and sum(sizes) == 80 and min(sizes[1:-1]) >= 2
+    assert set(rounds[: len(rounds) // 2]) == {32}
+    engine.check_integrity()
+    engine.detach()
 
 
 @pytest.mark.parametrize("shares", [True, False])

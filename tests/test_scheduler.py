@@ -7,6 +7,7 @@ import torch
 
 from specdec.core.cache.prefix import keys_of, scored_keys
 from specdec.core.cache.tables import SlotTables
+from specdec.core.config import EngineConfig
 from specdec.core.engine.mailbox import Mailbox
 from specdec.core.engine.packing import pack_requests, write_history
 from specdec.core.engine.request import Request
@@ -21,7 +22,8 @@ TAIL = 3
 
 
 def scheduler_of(max_batch=2, num_slots=1000, page_size=1, width=500, keeps=False):
-    return Scheduler(SlotTables(max_batch, width, num_slots, page_size, CPU, keeps_prefixes=keeps), TAIL)
+    num_rows = EngineConfig(max_batch=max_batch).max_running
+    return Scheduler(SlotTables(num_rows, width, num_slots, page_size, CPU, keeps_prefixes=keeps), TAIL, max_batch)
 
 
 def request_of(prompt=(5, 6, 7), max_new_tokens=4, stop_ids=()):
@@ -38,9 +40,10 @@ def admitted(scheduler, *requests):
 
 
 def test_a_free_row_is_taken_but_a_large_batch_refills_in_groups():
-    """Two of 32 rows are a sixteenth; a request that waits alone takes the first free row of any batch."""
+    """Two of 32 rows are a sixteenth; a request that waits alone takes the first free row of any batch. Four more rows
+    are for prompts that are prefilled ahead."""
     scheduler = scheduler_of(max_batch=32)
-    running = [request_of() for _ in range(32)]
+    running = [request_of() for _ in range(36)]
     assert all(admitted(scheduler, *running))
     scheduler.release(running[0])
     assert admitted(scheduler, request_of()) == [True]
@@ -48,7 +51,19 @@ def test_a_free_row_is_taken_but_a_large_batch_refills_in_groups():
     assert admitted(scheduler, request_of(), request_of()) == [False, False]
     scheduler.release(running[2])
     scheduler.admit()
-    assert len(scheduler.running) == 32 and not scheduler.waiting
+    assert len(scheduler.running) == 36 and not scheduler.waiting
+
+
+def test_prompts_that_are_prefilled_ahead_decode_in_order_of_admission_where_others_end():
+    scheduler = scheduler_of(max_batch=32)
+    running = [request_of() for _ in range(36)]
+    admitted(scheduler, *running)
+    for request in running:
+        request.num_prefilled = 3
+    assert scheduler.decoding() == running[:32]
+    scheduler.release(running[3])
+    running[5].num_certain = running[5].max_new_tokens
+    assert scheduler.decoding() == [r for r in running[:34] if r not in (running[3], running[5])]
 
 
 def test_prompts_that_came_together_are_prefilled_before_any_of_them_decodes():

@@ -49,7 +49,7 @@ class EngineConfig:
     topk K: branches kept per step; 1 drafts a chain.
     num_draft_tokens D: nodes verified per request and round, root included; a chain has S+1.
     auto_steps: lengths of the chains that num_steps="auto" chooses among, (1, 3, 5) unless given; None: S is fixed.
-    max_batch: requests decoded together; more wait their turn.
+    max_batch: requests decoded together; more wait their turn, an eighth of so many with their prompts prefilled.
     max_seq_len: longest prompt plus output of one request, in tokens.
     num_slots: KV slots (tokens) of the pool; None holds `max_batch` requests of `max_seq_len`.
     page_size: KV slots allocated together.
@@ -254,17 +254,23 @@ class EngineConfig:
     @property
     def prefill_tokens(self) -> int:
         """Tokens of the largest prefill forward: a chunk, or all prompts that can run at once."""
-        return min(self.max_prefill_tokens, self.max_batch * (self.max_seq_len - 1), self.pool_slots)
+        return min(self.max_prefill_tokens, self.max_running * (self.max_seq_len - 1), self.pool_slots)
+
+    @property
+    def max_running(self) -> int:
+        """Requests that hold a row: `max_batch` that decode, and an eighth more that are prefilled ahead of their
+        turn, so that prefills of a large batch come in batches while all its rows decode."""
+        return self.max_batch + self.max_batch // 16 * 2
 
     @property
     def dummy_row(self) -> int:
         """The row of per-request state that padding of captured batches points to."""
-        return self.max_batch
+        return self.max_running
 
     @property
     def num_rows(self) -> int:
         """Rows of per-request state, the dummy row included."""
-        return self.max_batch + 1
+        return self.max_running + 1
 
     @property
     def num_kept_states(self) -> int:

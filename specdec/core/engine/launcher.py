@@ -183,7 +183,6 @@ class Launcher:
         if not kind.is_constrained:  # else it is posted within the round
             self.post(requests, packed, played, is_masked=not is_trusted)
         self.is_launching = False
-        self._scheduler.note_round()
 
     def _trusts(self, batch: StepBatch) -> bool:
         """Return whether a round needs no masks: `Delivery` checks what it emits, and where a token is forbidden the

@@ -11,7 +11,6 @@ from specdec.core.engine.request import Request
 from specdec.core.engine.sharing import Sharing
 
 GROWTH = 64  # slots that a request gets beyond those it needs now, at most
-HELD_ROUNDS = 3  # rounds for which a free row of a large batch may be held back, so that prefills come in batches
 
 
 class Scheduler:
@@ -20,16 +19,17 @@ class Scheduler:
     A request has slots for its text, what rounds in flight may write, and up to `GROWTH` more. Where none are left for
     a round, the last one in that order is preempted: it waits again, and its text is prefilled again later.
 
-    `running` lists the requests that hold a row; `repair` recomputes from it whatever is lost or doubled elsewhere.
+    `running` lists the requests that hold a row, in the order of admission; `repair` recomputes from it whatever is
+    lost or doubled elsewhere. The first `max_batch` of them decode; others are prefilled and take over where one ends.
     sharing: what of their prompts' K/V is there when they are admitted; looks_ahead: see `Sharing`.
     """
 
-    def __init__(self, slot_tables: SlotTables, tail_reserve: int, looks_ahead: int = 0):
+    def __init__(self, slot_tables: SlotTables, tail_reserve: int, max_batch: int, looks_ahead: int = 0):
         self.slot_tables = slot_tables
         self.tail_reserve = tail_reserve
         self.sharing = Sharing(slot_tables, looks_ahead)
-        self.refill = max(1, slot_tables.max_batch // 16)
-        self._num_held = 0  # rounds since a row has been held back
+        self.max_batch = max_batch
+        self.refill = max(1, max_batch // 16)
         self._num_added = 0
         self._has_deadlines = False
         self.preemption = {"preemptions": 0, "recomputed_tokens": 0}
@@ -67,25 +67,21 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Return whether requests wait and rows are free for them: of a large batch a sixteenth, unless some have been
-        free for `HELD_ROUNDS`."""
-        least = min(len(self.waiting), self.refill) if self.running and self._num_held < HELD_ROUNDS else 1
+        """Return whether requests wait and rows are free for them, of a large batch a sixteenth: fewer are free only
+        while as many as may decode do, or are about to."""
+        least = min(len(self.waiting), self.refill) if self.running else 1
         is_full = self._is_full and bool(self.running)
         return bool(self.waiting) and not is_full and self.slot_tables.num_free_rows >= least
-
-    def note_round(self) -> None:
-        """Count a round that was launched while a row was free for a request that waits."""
-        self._num_held = self._num_held + 1 if self.waiting and self.slot_tables.num_free_rows else 0
 
     def admit(self) -> None:
         """Move waiting requests to running while rows and slots last, if it `may_admit`; those that would rather wait
         for K/V that is being written let others pass."""
         if not self.may_admit:
             return
-        self._num_held = num_passed = 0
+        num_passed = 0
         needs = [self._most_slots(r) - self.slot_tables.num_slots(r.row) for r in self.running if r.row is not None]
         growing = sum(map(self.slot_tables.pages_for, needs))
-        while num_passed < min(len(self.waiting), self.slot_tables.max_batch) and self.slot_tables.num_free_rows:
+        while num_passed < min(len(self.waiting), self.slot_tables.num_rows) and self.slot_tables.num_free_rows:
             request = self.waiting[num_passed]
             request.restart()
             pages = self.sharing.cached(request)
@@ -180,7 +176,7 @@ class Scheduler:
     def decoding(self) -> list[Request]:
         """Return the requests of the next round: not those whose last token is already on its way."""
         going = [r for r in self.running if r.finish_reason is None and r.num_certain < r.max_new_tokens]
-        return going if self._are_prefilled else [r for r in going if r.is_prefilled]
+        return (going if self._are_prefilled else [r for r in going if r.is_prefilled])[: self.max_batch]
 
     def release(self, request: Request) -> None:
         """Free row and slots of a finished or abandoned request, or drop a waiting one."""

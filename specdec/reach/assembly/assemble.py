@@ -137,7 +137,7 @@ def _assemble(
     narrow, draft = narrow_head(config, draft, target), ours
     shape = None if draft is None else ModelShape.of(draft)
     check_memory(target, config, shape)
-    sizes = (config.max_batch, config.table_width, config.pool_slots, config.page_size)
+    sizes = (config.max_running, config.table_width, config.pool_slots, config.page_size)
     has_states = any(isinstance(model, HFTarget) and model.spec.recurrent for model in (target, draft))
     states = KeptStates(config.num_kept_states, config.page_size) if has_states and config.prefix_cache else None
     tables = SlotTables(*sizes, device, bool(config.prefix_cache), states)
