@@ -17,6 +17,7 @@ from specdec.core.batch import ForwardMode
 from specdec.core.errors import GraphError
 from specdec.graphs import BufferSpec, Counters, EagerCapture, GraphRunner, PrefillRunner, RecordedCapture, Setup
 from specdec.graphs.building import build
+from specdec.graphs.compile.trace import Traced
 from specdec.graphs.prefill import check_padding
 from tests.heads import MODULES, random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
@@ -619,7 +620,7 @@ def test_layers_that_depend_on_the_number_of_tokens_are_refused():
 def test_compiled_layers_that_differ_are_refused(what, monkeypatch):
     """Spoil what one product of the trace computes with, or the features, after the live layers have run."""
     model = model_of()
-    call = specdec.graphs.compile.trace.Traced.__call__
+    call = Traced.__call__
 
     def spoilt(self, *inputs):
         if what == "aux":
@@ -633,7 +634,7 @@ def test_compiled_layers_that_differ_are_refused(what, monkeypatch):
         weight.div_(-3)
         return out
 
-    monkeypatch.setattr(specdec.graphs.compile.trace.Traced, "__call__", spoilt)
+    monkeypatch.setattr(Traced, "__call__", spoilt)
     with pytest.raises(GraphError, match="compiled, they differ from the live model's"):
         engine_of(model, "piecewise")
     assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
@@ -645,7 +646,7 @@ def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
     def raises(self, *inputs):
         raise RuntimeError("an illegal something")
 
-    monkeypatch.setattr(specdec.graphs.compile.trace.Traced, "__call__", raises)
+    monkeypatch.setattr(Traced, "__call__", raises)
     with pytest.raises(GraphError, match="compiled, they fail: an illegal something"):
         engine_of(model, "piecewise")
     with pytest.warns(UserWarning, match="runs uncompiled: compiled, they fail"):

@@ -40,16 +40,21 @@ def admitted(scheduler, *requests):
 
 
 def test_a_free_row_is_taken_but_a_large_batch_refills_in_groups():
-    """Two of 32 rows are a sixteenth; a request that waits alone takes the first free row of any batch. Four more rows
-    are for prompts that are prefilled ahead."""
+    """Three of the four rows beside 32, for prompts that are prefilled ahead; a request that waits alone takes the
+    first free row of any batch."""
     scheduler = scheduler_of(max_batch=32)
     running = [request_of() for _ in range(36)]
     assert all(admitted(scheduler, *running))
     scheduler.release(running[0])
     assert admitted(scheduler, request_of()) == [True]
     scheduler.release(running[1])
-    assert admitted(scheduler, request_of(), request_of()) == [False, False]
+    assert admitted(scheduler, *[request_of() for _ in range(4)]) == [False] * 4
     scheduler.release(running[2])
+    assert not scheduler.may_admit
+    scheduler.release(running[3])
+    scheduler.admit()
+    assert len(scheduler.running) == 36 and len(scheduler.waiting) == 1
+    scheduler.release(running[4])
     scheduler.admit()
     assert len(scheduler.running) == 36 and not scheduler.waiting
 

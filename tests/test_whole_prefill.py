@@ -50,9 +50,9 @@ def test_an_8b_has_few_prefill_graphs():
     """Of each runner; there were 54 of target and draft each, and 20 whole ones."""
     config = EngineConfig(max_batch=1, max_seq_len=4096, graph_sampling=("greedy",))
     whole = whole_sizes(config, AN_8B)
-    assert AN_8B == 597 and whole == (*WHOLE_SIZES[:13], 2048) and whole[12] == 640
-    assert part_sizes(config, whole, AN_8B) == (1, 2, 4, *whole[:13], 4095)
-    assert len(part_sizes(config, (), AN_8B)) == 33, "without whole graphs padding is finer"
+    assert AN_8B == 1193 and whole == (*WHOLE_SIZES[:17], 2048) and whole[16] == 1280
+    assert part_sizes(config, whole, AN_8B) == (1, 2, 4, *whole[:17], 4095)
+    assert len(part_sizes(config, (), AN_8B)) == 41, "without whole graphs padding is finer"
 
 
 def test_smaller_models_have_graphs_of_all_sizes_and_every_batch_one_that_fits():

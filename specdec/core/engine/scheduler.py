@@ -29,7 +29,7 @@ class Scheduler:
         self.tail_reserve = tail_reserve
         self.sharing = Sharing(slot_tables, looks_ahead)
         self.max_batch = max_batch
-        self.refill = max(1, max_batch // 16)
+        self.refill = max(1, (slot_tables.num_rows - max_batch) * 3 // 4)
         self._num_added = 0
         self._has_deadlines = False
         self.preemption = {"preemptions": 0, "recomputed_tokens": 0}
@@ -67,8 +67,8 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Return whether requests wait and rows are free for them, of a large batch a sixteenth: fewer are free only
-        while as many as may decode do, or are about to."""
+        """Return whether requests wait and rows are free for them. Where prompts are prefilled ahead, they come in
+        groups of three quarters of the rows for that; as many requests as may decode do meanwhile."""
         least = min(len(self.waiting), self.refill) if self.running else 1
         is_full = self._is_full and bool(self.running)
         return bool(self.waiting) and not is_full and self.slot_tables.num_free_rows >= least
