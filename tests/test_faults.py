@@ -71,7 +71,7 @@ def test_a_request_that_cannot_be_packed_fails_alone():
 
 
 def test_slot_tables_are_recomputed_from_who_holds_a_row():
-    tables = SlotTables(num_rows=3, width=20, num_slots=48, page_size=4, device=torch.device("cpu"))
+    tables = SlotTables(max_running=3, width=20, num_slots=48, page_size=4, device=torch.device("cpu"))
     rows = [tables.reserve(n) for n in (9, 4, 17)]
     assert rows == [0, 1, 2] and tables.reserve(1) is None
     tables.write(torch.tensor(rows), torch.from_numpy(tables.pages_of(rows)))

@@ -119,6 +119,25 @@ def test_it_does_so_with_states_of_recurrent_layers_and_graphs():
     assert preempted(tiny_model("llama"), "eagle", CHAIN, compiler="eager", **graphs) > 3
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_it_does_so_where_prompts_are_prefilled_ahead_of_their_turn(lag):
+    model = tiny_model("llama")
+    asked = {"max_new_tokens": [9 + i * 5 % 15 for i in range(40)], "sampling": (LAWS * 20)[:40]}
+    ample = engine_of(copy.deepcopy(model), "eagle", **CHAIN, max_batch=16)
+    expected = ample.generate(prompts_of(40), **asked)
+    ample.detach()
+    engine = engine_of(model, "eagle", **CHAIN, max_batch=16, num_slots=560)
+    engine._core._lag = lag
+    missing_pages(engine, random.Random(0))
+    sizes, launcher = [], engine._core.launcher
+    play = launcher.round
+    launcher.round = lambda requests: sizes.append(len(engine._core.scheduler.running)) or play(requests)
+    same(engine.generate(prompts_of(40), **asked), expected)
+    assert max(sizes) > 16 and engine.report().preemption["preemptions"] > 3
+    engine.check_integrity()
+    engine.detach()
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(("algo", "shape"), KINDS, ids=str)
 def test_a_thousand_of_them(algo, shape):

@@ -22,8 +22,8 @@ TAIL = 3
 
 
 def scheduler_of(max_batch=2, num_slots=1000, page_size=1, width=500, keeps=False):
-    num_rows = EngineConfig(max_batch=max_batch).max_running
-    return Scheduler(SlotTables(num_rows, width, num_slots, page_size, CPU, keeps_prefixes=keeps), TAIL, max_batch)
+    rows = EngineConfig(max_batch=max_batch).max_running
+    return Scheduler(SlotTables(rows, width, num_slots, page_size, CPU, keeps_prefixes=keeps), TAIL, max_batch)
 
 
 def request_of(prompt=(5, 6, 7), max_new_tokens=4, stop_ids=()):

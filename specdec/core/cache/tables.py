@@ -23,7 +23,7 @@ def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, pa
 
 
 class SlotTables:
-    """The slots of each running request: `table` [num_rows + 1, width] int32 on the device, pages on the host.
+    """The slots of each running request: `table` [max_running + 1, width] int32 on the device, pages on the host.
 
     A row is reserved with the slots that its request needs now; `write` tells the device. It grows between rounds, so
     nothing is allocated inside one. The last row is the dummy row: it names slot 0 and nobody takes it. A row's first
@@ -37,7 +37,7 @@ class SlotTables:
 
     def __init__(
         self,
-        num_rows: int,
+        max_running: int,
         width: int,
         num_slots: int,
         page_size: int,
@@ -47,8 +47,8 @@ class SlotTables:
     ):
         self.page_size = page_size
         self.num_pages = num_slots // page_size
-        self.num_rows = num_rows
-        self.table = torch.zeros(num_rows + 1, width, dtype=torch.int32, device=device)
+        self.max_running = max_running
+        self.table = torch.zeros(max_running + 1, width, dtype=torch.int32, device=device)
         self._pages = Pages(self.num_pages)
         self.keeps_prefixes = keeps_prefixes
         self.prefixes = PrefixCache(self._pages, page_size, states)
@@ -161,7 +161,7 @@ class SlotTables:
     def repair(self, rows: Sequence[int]) -> None:
         """Everything that is not held by one of the reserved `rows` is free again; what was kept is forgotten."""
         self._of_row = {row: self._of_row[row] for row in rows}
-        self._free_rows = [row for row in reversed(range(self.num_rows)) if row not in self._of_row]
+        self._free_rows = [row for row in reversed(range(self.max_running)) if row not in self._of_row]
         self.prefixes.forget()
         self._pages.repair(self._of_row.values())
 
@@ -190,8 +190,8 @@ class SlotTables:
         held, states = self.prefixes.held(), self.prefixes.states
         self._pages.check_integrity([*self._of_row.values(), *held])
         assert states is None or states.places.keys() <= set(np.concatenate(held).tolist()), "a state has no page"
-        assert sorted([*self._of_row, *self._free_rows]) == list(range(self.num_rows)), "a row is lost or doubled"
-        for row in (*self._of_row, self.num_rows):
+        assert sorted([*self._of_row, *self._free_rows]) == list(range(self.max_running)), "a row is lost or doubled"
+        for row in (*self._of_row, self.max_running):
             pages = self.table[row].unique() // self.page_size
             expected = set(self._of_row[row].tolist()) if row in self._of_row else set()
             assert set(pages.unique().tolist()) - {0} == expected, f"slot table of row {row} names foreign pages"

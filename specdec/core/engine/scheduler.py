@@ -29,7 +29,7 @@ class Scheduler:
         self.tail_reserve = tail_reserve
         self.sharing = Sharing(slot_tables, looks_ahead)
         self.max_batch = max_batch
-        self.refill = max(1, (slot_tables.num_rows - max_batch) * 3 // 4)
+        self.refill = max(1, (slot_tables.max_running - max_batch) * 3 // 4)
         self._num_added = 0
         self._has_deadlines = False
         self.preemption = {"preemptions": 0, "recomputed_tokens": 0}
@@ -81,7 +81,7 @@ class Scheduler:
         num_passed = 0
         needs = [self._most_slots(r) - self.slot_tables.num_slots(r.row) for r in self.running if r.row is not None]
         growing = sum(map(self.slot_tables.pages_for, needs))
-        while num_passed < min(len(self.waiting), self.slot_tables.num_rows) and self.slot_tables.num_free_rows:
+        while num_passed < min(len(self.waiting), self.slot_tables.max_running) and self.slot_tables.num_free_rows:
             request = self.waiting[num_passed]
             request.restart()
             pages = self.sharing.cached(request)
