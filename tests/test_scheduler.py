@@ -59,7 +59,7 @@ def test_a_free_row_is_taken_but_a_large_batch_refills_in_groups():
     assert len(scheduler.running) == 36 and not scheduler.waiting
 
 
-def test_prompts_that_are_prefilled_ahead_decode_in_order_of_admission_where_others_end():
+def test_prompts_that_are_prefilled_ahead_decode_in_order_where_others_end():
     scheduler = scheduler_of(max_batch=32)
     running = [request_of() for _ in range(36)]
     admitted(scheduler, *running)
@@ -69,6 +69,20 @@ def test_prompts_that_are_prefilled_ahead_decode_in_order_of_admission_where_oth
     scheduler.release(running[3])
     running[5].num_certain = running[5].max_new_tokens
     assert scheduler.decoding() == [r for r in running[:34] if r not in (running[3], running[5])]
+
+
+def test_who_has_priority_is_admitted_at_once_and_decodes_before_others_that_are_prefilled_ahead():
+    scheduler = scheduler_of(max_batch=32)
+    running, last = [request_of() for _ in range(36)], request_of()
+    admitted(scheduler, *running)
+    last.priority = 1
+    scheduler.release(running[0])
+    assert admitted(scheduler, *[request_of() for _ in range(8)]) == [False] * 8
+    assert admitted(scheduler, last) == [True] and len(scheduler.running) == 36
+    for request in scheduler.running:
+        request.num_prefilled = 3
+    scheduler.release(running[1])
+    assert scheduler.decoding() == [*running[2:33], last]
 
 
 def test_prompts_that_came_together_are_prefilled_before_any_of_them_decodes():

@@ -19,8 +19,8 @@ class Scheduler:
     A request has slots for its text, what rounds in flight may write, and up to `GROWTH` more. Where none are left for
     a round, the last one in that order is preempted: it waits again, and its text is prefilled again later.
 
-    `running` lists the requests that hold a row, in the order of admission; `repair` recomputes from it whatever is
-    lost or doubled elsewhere. The first `max_batch` of them decode; others are prefilled and take over where one ends.
+    `running` lists the requests that hold a row; `repair` recomputes from it whatever is lost or doubled elsewhere. The
+    first `max_batch` of them decode; others, in that order, are prefilled and take over where one ends.
     sharing: what of their prompts' K/V is there when they are admitted; looks_ahead: see `Sharing`.
     """
 
@@ -68,10 +68,13 @@ class Scheduler:
     @property
     def may_admit(self) -> bool:
         """Return whether requests wait and rows are free for them. Where prompts are prefilled ahead, they come in
-        groups of three quarters of the rows for that; as many requests as may decode do meanwhile."""
-        least = min(len(self.waiting), self.refill) if self.running else 1
-        is_full = self._is_full and bool(self.running)
-        return bool(self.waiting) and not is_full and self.slot_tables.num_free_rows >= least
+        groups of three quarters of the rows for that, unless the first has priority over the last that runs; as many
+        requests as may decode do meanwhile."""
+        if not self.waiting or self._is_full and self.running:
+            return False
+        is_urgent = not self.running or self.waiting[0].priority > self.running[-1].priority
+        least = 1 if is_urgent else min(len(self.waiting), self.refill)
+        return self.slot_tables.num_free_rows >= least
 
     def admit(self) -> None:
         """Move waiting requests to running while rows and slots last, if it `may_admit`; those that would rather wait
@@ -101,7 +104,8 @@ class Scheduler:
             self.preemption["recomputed_tokens"] += (request.num_to_prefill - num_cached) * bool(request.num_preempted)
             self.admitted.append(request)
             self._are_prefilled = False
-            self.running.append(request)  # from here on it owns the row, whatever happens; see `repair`
+            # from here on it owns the row, whatever happens; see `repair`
+            insort(self.running, request, lo=self.max_batch, key=lambda r: r.place)
             del self.waiting[num_passed]
             self.sharing.begin(request)
 
