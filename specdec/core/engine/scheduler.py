@@ -70,7 +70,7 @@ class Scheduler:
         """Return whether requests wait and rows are free for them. Where prompts are prefilled ahead, they come in
         groups of three quarters of the rows for that, unless the first has priority over the last that runs; as many
         requests as may decode do meanwhile."""
-        if not self.waiting or self._is_full and self.running:
+        if not self.waiting or (self._is_full and self.running):
             return False
         is_urgent = not self.running or self.waiting[0].priority > self.running[-1].priority
         least = 1 if is_urgent else min(len(self.waiting), self.refill)
