@@ -183,7 +183,7 @@ def test_forced_tokens_of_an_earlier_batch_are_forgotten():
 
 
 def test_first_tokens_of_prompts_that_are_prefilled_ahead_have_masks(model, texts):
-    """18 at once, where 16 decode, without a draft, so that a round has a mask a request."""
+    """18 come, where 16 decode without a draft, so that a round has a mask a request."""
     engine = engine_of(model, None, {}, cuda_graph=None, max_batch=16, graph_batches=(16,))
     out = engine.generate([PROMPTS[0], PROMPTS[2]] * 9, max_new_tokens=28, grammar=GRAMMARS["json"])
     assert out.tokens == [texts["json"][0], texts["json"][2]] * 9

@@ -153,7 +153,8 @@ class Scheduler:
         return bool(arrivals) and any(r.arrived < max(arrivals) for r in self.decoding())
 
     def next_prefill(self, max_tokens: int) -> list[tuple[Request, int]]:
-        """Return the prompt pieces of one prefill forward: (request, number of tokens), at most `max_tokens` in all.
+        """Return the prompt pieces of one prefill forward: (request, number of tokens), at most `max_tokens` in all,
+        of `max_batch` requests at most.
 
         First come, first served; where not all fit, prompts that half of it holds come first. Pieces that end their
         prompts are the first in the list. All have images, or none; an image that is seen as a whole is not cut.
@@ -172,7 +173,8 @@ class Scheduler:
                 left -= rests[request]
         pieces: list[tuple[Request, int]] = []
         for request in (*short, *(r for r in waiting if r not in short)):
-            if max_tokens > 0 and (num := request.piece(max_tokens, is_first=not pieces)):
+            has_room = max_tokens > 0 and len(pieces) < self.max_batch
+            if has_room and (num := request.piece(max_tokens, is_first=not pieces)):
                 pieces.append((request, num))
                 max_tokens -= num
         return sorted(pieces, key=lambda piece: piece[0].num_prefilled + piece[1] < piece[0].num_to_prefill)

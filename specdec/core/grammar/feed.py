@@ -46,7 +46,7 @@ class Constrained(Protocol):
 
 
 class MaskFeed:
-    """Masks [max(max_batch * D, max_running) * W] int32 and the guide of the draft on the device, by place in a batch.
+    """Masks [max_batch * D * W] int32 and the guide of the draft on the device, by place in the batch.
 
     read_results: hands out what earlier launches have emitted; set by the core.
     """
@@ -57,13 +57,13 @@ class MaskFeed:
         self.read_results: Callable[[], None] = lambda: None
         self._device = device
         is_cuda = device.type == "cuda"
-        num = max_batch * num_nodes
-        size = max(num, config.max_running) * self.num_words  # of nodes, or of first tokens
+        size = max_batch * num_nodes * self.num_words
         self._masks = torch.full((size,), -1, dtype=torch.int32, device=device)
         self._forced = torch.full((max_batch, config.num_steps), -1, dtype=torch.int64, device=device)
         self._first = torch.full((max_batch, self.num_words), -1, dtype=torch.int32, device=device)
         self._host_first = torch.full(self._first.shape, -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         self._host_masks = torch.full((size,), -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
+        num = max_batch * num_nodes
         self._tree = self._host_tree = torch.zeros(2 * num, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         # of this round, and of the one before, whose results may not have been read
         self._host_choices = torch.zeros(2, num, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
