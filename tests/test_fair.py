@@ -40,8 +40,14 @@ def test_newcomers_get_a_free_row_within_four_rounds():
 
 def test_prompts_of_a_full_large_batch_are_prefilled_together_ahead_of_their_turn():
     """Four rows beside 32: three prompts a prefill or more, and each round has 32 requests while so many are there."""
-    graphs = {"cuda_graph": True, "strict": True, "prefill_graph": "whole", "graph_batches": (32,)}
-    engine, sizes, rounds = engine_of(max_batch=32, prefix_cache=False, **graphs), [], []
+    graphs = {"cuda_graph": True, "strict": True, "graph_batches": (32,), "graph_sampling": "greedy"}
+    given = {
+        **graphs,
+        "prefill_graph": "breakable",
+        "prefill_buckets": (2, 4, 8, 16, 32, 64, 128),
+        "prefix_cache": False,
+    }
+    engine, sizes, rounds = engine_of(max_batch=32, **given), [], []
     launcher = engine._attached().launcher
     prefill, play = launcher.prefill, launcher.round
     launcher.prefill = lambda pieces: sizes.append(len(pieces)) or prefill(pieces)
