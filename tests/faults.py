@@ -262,7 +262,7 @@ class Victim:
             self.engine.check_integrity()
         except AssertionError as error:
             self.tally.lost.append(f"{name}: {error}")
-        if tables.num_free_rows != tables.max_batch or tables.num_free_pages != tables.num_pages:
+        if tables.num_free_rows != tables.max_running or tables.num_free_pages != tables.num_pages:
             self.tally.lost.append(f"{name}: {tables.num_free_rows} rows, {tables.num_free_pages} pages")
 
     def call(self, **options: Any) -> None:
