@@ -49,7 +49,8 @@ class EngineConfig:
     topk K: branches kept per step; 1 drafts a chain.
     num_draft_tokens D: nodes verified per request and round, root included; a chain has S+1.
     auto_steps: lengths of the chains that num_steps="auto" chooses among, (1, 3, 5) unless given; None: S is fixed.
-    max_batch: requests decoded together; more wait their turn, an eighth of so many with their prompts prefilled.
+    max_batch: requests decoded together; more wait their turn. From 16 on, up to an eighth of so many are prefilled
+        while they wait.
     max_seq_len: longest prompt plus output of one request, in tokens.
     num_slots: KV slots (tokens) of the pool; None holds `max_batch` requests of `max_seq_len`.
     page_size: KV slots allocated together.
@@ -258,8 +259,8 @@ class EngineConfig:
 
     @property
     def max_running(self) -> int:
-        """Requests that hold a row: `max_batch` that decode, and an eighth more that are prefilled ahead of their
-        turn, so that prefills of a large batch come in batches while all its rows decode."""
+        """Requests that hold a row: `max_batch` that decode, and from 16 on up to an eighth more, which are prefilled
+        ahead of their turn, so that prefills of a large batch come in batches while all its rows decode."""
         return self.max_batch + self.max_batch // 16 * 2
 
     @property

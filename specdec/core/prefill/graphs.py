@@ -29,7 +29,7 @@ from specdec.graphs.shapes import replayed_sizes, token_buckets
 
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
 # Tokens * hidden_size**2 from which the device, and not launching, is what an eager forward takes: hosts of H100s and
-# H200s launch the layers of an 8B in 20 to 45 ms, in which the devices read 900 to 2,000 tokens.
+# H200s launch the layers of an 8B in 20 to 45 ms, in which the devices prefill 900 to 2,000 tokens.
 BUSY_WORK = 2 * 10**10
 
 
