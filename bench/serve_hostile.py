@@ -11,7 +11,10 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import Engine, attach
 from specdec.reach.targets.pretrained import load_pretrained
-from specdec.tools.commands.bench_serve import serving
 from specdec.tools.measure.results import write_results
 from specdec.tools.serve.server import build_app
 
@@ -95,6 +97,24 @@ def main() -> None:
     engine.detach()
     path = write_results(args.out, "serve-hostile", "tiny", {**vars(args), "out": None}, rows)
     print(json.dumps({"file": path.name, "rows": rows}))
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Serve an ASGI app in a thread; yields the address."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="warning", timeout_graceful_shutdown=9))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def make_engine() -> Engine:

@@ -425,9 +425,12 @@ class Engine:
 
     def _arun(self, call: Call) -> AsyncGenerator[list[Request], None]:
         """As `_run`, in asyncio."""
+        return self._driven().run(call)
+
+    def _driven(self) -> Driver:
         if self._driver is None:
             raise DetachedError(DETACHED)
-        return self._driver.run(call)
+        return self._driver
 
     def _run(self, requests: list[Request], wants_tokens: bool = True) -> Generator[list[Request], None, None]:
         """Yield those of `requests` that have finished, with `wants_tokens` after each round; whatever happens, none of

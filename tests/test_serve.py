@@ -67,10 +67,10 @@ class Served:
     def assert_free(self, seconds=10.0):
         """All rows and pages come back soon, and nothing is left to do."""
         end = time.monotonic() + seconds
-        while (self.app.state.intake.requests or self.report_free() < self.total) and time.monotonic() < end:
+        while (self.app.state.intake.texts or self.report_free() < self.total) and time.monotonic() < end:
             time.sleep(0.02)
         self.engine.check_integrity()
-        assert self.report_free() == self.total and not self.app.state.intake.requests
+        assert self.report_free() == self.total and not self.app.state.intake.texts
 
     def report_free(self):
         return self.engine.report().num_free_pages

@@ -63,7 +63,7 @@ class Call:
     def fail(self, error: BaseException) -> None:
         """Make the next `take` raise `error`, and wake the caller."""
         self._error = error
-        self._calls.note(self)
+        self._tell()
         self._calls.wake()
 
     def _note(self, request: Request) -> None:
@@ -72,7 +72,11 @@ class Call:
             del self.left[request]
         self._has_tokens = self._has_tokens or self._wants_tokens
         if self.has_news:
-            self._calls.note(self)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Have whoever waits for the call wake up at the next `wake`."""
+        self._calls.note(self)
 
 
 class Bell:

@@ -24,15 +24,23 @@ class Driver:
     async def run(self, call: Call) -> AsyncGenerator[list[Request], None]:
         """Submit the requests of `call`, and yield those that have finished whenever it has news. Closing this, or
         cancelling the task that waits for it, frees their rows and pages after the current step."""
-        self._do(partial(self._submit, call))
+        self.begin(call)
         try:
             while not call.is_over:
                 await self._core.calls.wait(call)
                 yield call.take()
         finally:
-            self._open.pop(call, None)
-            if call.left:
-                self._do(partial(self._abandon, call))
+            self.end(call)
+
+    def begin(self, call: Call) -> None:
+        """Submit the requests of `call`, and step for them."""
+        self._do(partial(self._submit, call))
+
+    def end(self, call: Call) -> None:
+        """Free rows and pages of what is left of `call`, after the current step."""
+        self._open.pop(call, None)
+        if call.left:
+            self._do(partial(self._abandon, call))
 
     @property
     def has_news(self) -> bool:

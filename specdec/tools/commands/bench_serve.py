@@ -1,10 +1,9 @@
-"""`specdec bench serve`: load on a server that runs, or on one of ours in this process."""
+"""`specdec bench serve`: load on a server that runs, or on one of ours, which this process has."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ MAX_WAITING = 256  # as `specdec serve` has it
 class BenchServe(WithDraft, Recorded):
     """Measure requests/s, first texts and tokens of an OpenAI-compatible server through an HTTP client.
 
-    --url names a server that runs; else one of --target, or of a --shape, runs in this process. Clients are processes
-    of their own. Each of --clients asks one request after the other; --rates are random arrivals (Poisson). Lengths of
-    prompts and texts are lognormal; the default means are those of ShareGPT.
+    --url names a server that runs; else this process serves --target, or a --shape, as `specdec serve` does. Clients
+    are processes of their own. Each of --clients asks one request after the other; --rates are random arrivals
+    (Poisson). Lengths of prompts and texts are lognormal; the default means are those of ShareGPT.
     """
 
     url: str | None = option("A server that runs, such as http://127.0.0.1:8000.")
@@ -49,22 +48,24 @@ class BenchServe(WithDraft, Recorded):
     def run(self) -> None:
         try:
             from specdec.tools.measure import load
-            from specdec.tools.serve.server import build_app
+            from specdec.tools.serve.front import ApiServer
         except ImportError as error:
             raise ValueError(f"{error.name} is missing: pip install 'specdec-toolkit[bench,serve]'") from error
 
         rates = _rates(self.rates)
         clients = numbers("clients", self.clients, 1) or (() if rates else CLIENTS)
         if self.url is not None and (self.soak or self.shape):
-            raise ValueError(f"--url {self.url} with --soak or --shape: they need a server of this process; drop one")
+            raise ValueError(f"--url {self.url} with --soak or --shape: they need an engine of this process; drop one")
         names = ("seconds", "warm_up", "prompt_tokens", "new_tokens", "spread")
         law: dict[str, Any] = {name: getattr(self, name) for name in names}
         with ExitStack() as until_the_end:
-            engine, url = None, self.url
+            engine, url, pid = None, self.url, 0
             if url is None:
                 engine = until_the_end.enter_context(self._engine())
-                app = build_app(engine, NAME, max(MAX_WAITING, *clients, 0), api_key=self.api_key)
-                url = until_the_end.enter_context(serving(app))
+                server = until_the_end.enter_context(ApiServer("127.0.0.1", 0))
+                how: dict[str, Any] = {"api_key": self.api_key, "grace": 0.0, "log_level": "warning"}
+                server.start(engine, NAME, max_waiting=max(MAX_WAITING, *clients, 0), **how)
+                url, pid = server.url, server.pid
             name, longest = load.served_model(url, self.api_key)
             vocab = engine.target_module.config.vocab_size if engine is not None and self.shape is not None else None
             longest = longest or self.max_seq_len
@@ -75,7 +76,7 @@ class BenchServe(WithDraft, Recorded):
                 yield from map(load.measure, loads)
                 if self.soak and engine is not None:
                     harm = replace(one, clients=max(clients, default=64), seconds=self.soak, does_harm=True)
-                    yield {"seconds": self.soak, **soaked(engine, lambda: load.measure(harm))}
+                    yield {"seconds": self.soak, **soaked(engine, pid, lambda: load.measure(harm))}
 
             file = ResultFile(
                 self.out,
@@ -116,27 +117,10 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
-@contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """Serve an ASGI app in a thread; yields the address."""
-    import uvicorn
-
-    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="warning", timeout_graceful_shutdown=9))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def soaked(engine: Engine, send: Callable[[], Row]) -> Row:
-    """Return the row of a soak that `send` sends: memory before and after, and pages once nothing is left to do."""
-    before = held_mib()
+def soaked(engine: Engine, pid: int, send: Callable[[], Row]) -> Row:
+    """Return the row of a soak that `send` sends: memory before and after, and pages once nothing is left to do. pid:
+    of the API server's process."""
+    before = held_mib(pid)
     sent = send()
     row: Row = {
         name: sent[name] for name in ("clients", "finished", "vanished", "refused", "errors", "notes") if name in sent
@@ -144,17 +128,21 @@ def soaked(engine: Engine, send: Callable[[], Row]) -> Row:
     while (report := engine.report()).num_free_pages < report.num_pages:
         time.sleep(0.1)
     engine.check_integrity()
-    memory = {f"{name}_{when}": v for when, m in (("start", before), ("end", held_mib())) for name, v in m.items()}
+    memory = {f"{name}_{when}": v for when, m in (("start", before), ("end", held_mib(pid))) for name, v in m.items()}
     return {"what": "soak", **row, **memory, "free_pages": report.num_free_pages, "pages": report.num_pages}
 
 
-def held_mib() -> dict[str, float]:
-    """Return the MiB that the process and, if there is one, the device hold."""
-    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    held = {"rss_mib": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)}
+def held_mib(pid: int) -> dict[str, float]:
+    """Return the MiB that this process, the API server's and, if there is one, the device hold."""
+    held = {"rss_mib": _rss_mib("self"), "api_server_rss_mib": _rss_mib(str(pid))}
     if torch.cuda.is_available():
         held["device_mib"] = round(torch.cuda.memory_allocated() / 2**20, 1)
     return held
+
+
+def _rss_mib(process: str) -> float:
+    pages = int(Path(f"/proc/{process}/statm").read_text("ascii").split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
 def _rates(values: list[str] | None) -> list[float]:

@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import typer
@@ -71,54 +70,47 @@ class Serve(WithDraft):
 
     def run(self) -> None:
         try:
-            import uvicorn
-
-            from specdec.tools.serve.server import build_app
+            from specdec.tools.serve.front import SIGNALS, ApiServer
         except ImportError as error:
             raise ValueError(f"{error.name} is missing: pip install 'specdec-toolkit[serve]'") from error
 
-        model, tokenizer = self.load()
-        # on a CPU a larger batch is slower for each, and its pool fills the memory
-        max_batch = (8 if model.device.type == "cpu" else 32) if self.max_batch is None else self.max_batch
+        with ApiServer(self.host, self.port) as server:
+            model, tokenizer = self.load()
+            # on a CPU a larger batch is slower for each, and its pool fills the memory
+            max_batch = (8 if model.device.type == "cpu" else 32) if self.max_batch is None else self.max_batch
+            drafting = self.drafting(model, max_batch)
+            settings = self._settings(max_batch, tokenizer)
+            with drafting.attach(model, read_processor(self.target, model) or tokenizer, **settings) as engine:
+                for number in SIGNALS:
+                    signal.signal(number, lambda number, _: server.send_signal(number))
+                server.start(
+                    engine,
+                    self.name or self.target,
+                    max_waiting=self.max_waiting,
+                    grace=self.grace,
+                    log=self.log,
+                    api_key=self.api_key,
+                    allowed_origins=listed(self.allowed_origins) if self.allowed_origins else (),
+                    allowed_hosts=LOOPBACK
+                    if self.allowed_hosts is None and self.host in LOOPBACK
+                    else self.allowed_hosts,
+                )
+                for line in (f"{engine_line(engine)}; {server.url}/v1", drafting.note):
+                    if line:
+                        typer.echo(line, err=True)
+                status = server.wait()
+        if status:
+            typer.echo(f"the API server ended with status {status}", err=True)
+            raise typer.Exit(1)
+
+    def _settings(self, max_batch: int, tokenizer: Any) -> dict[str, Any]:
+        """Return settings of the engine."""
         given = {"compile": self.compile, "max_seq_len": self.max_seq_len}
         settings: dict[str, Any] = {"num_slots": self.num_slots, "logprobs": self.max_logprobs}
         settings |= {"max_batch": max_batch, "prefix_cache": "auto" if self.prefix_cache else False}
         settings |= {"grammar": chosen_library(self.grammar, tokenizer)}
         settings |= {"adapters": adapters_of(self.lora)} if self.lora else {}
-        settings |= {name: value for name, value in given.items() if value is not None}
-        drafting = self.drafting(model, max_batch)
-        engine = drafting.attach(model, read_processor(self.target, model) or tokenizer, **settings)
-        host, grace = self.host, self.grace
-        log = None if self.log is None else self.log.open("a", encoding="utf-8")
-        app = build_app(
-            engine,
-            self.name or self.target,
-            self.max_waiting,
-            api_key=self.api_key,
-            log=log,
-            allowed_origins=listed(self.allowed_origins) if self.allowed_origins else (),
-            allowed_hosts=LOOPBACK if self.allowed_hosts is None and host in LOOPBACK else self.allowed_hosts,
-        )
-        url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
-        for line in (f"{engine_line(engine)}; {url}", drafting.note):
-            if line:
-                typer.echo(line, err=True)
-
-        class Server(uvicorn.Server):
-            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                app.state.intake.drain(grace)
-                super().handle_exit(sig, frame)
-
-        # The server sends itself the signal again when it has ended; that must not keep us from detaching.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
-        try:
-            # Requests that end after `grace` get an error; the server's own limit, which cuts connections, is later.
-            Server(uvicorn.Config(app, host, self.port, timeout_graceful_shutdown=int(grace) + 3)).run()
-        finally:
-            engine.detach()
-            if log is not None:
-                log.close()
+        return settings | {name: value for name, value in given.items() if value is not None}
 
 
 serve = command_of(Serve)

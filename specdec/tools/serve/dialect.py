@@ -4,8 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.api import Engine
-from specdec.core.engine.request import Request
+from specdec.tools.serve.client import EngineClient, Text
 from specdec.tools.serve.formats import THINKING, TOOL_FORMATS, thinking_of, tool_format_of
 from specdec.tools.serve.schema import Body
 from specdec.tools.serve.splitting import Splitter
@@ -15,7 +14,7 @@ from specdec.tools.serve.structure import Structure
 class Dialect:
     """Reads the chat template of `engine`'s tokenizer. tool_format, thinking: names in `formats`, None for none."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: EngineClient):
         self.engine = engine
         template = getattr(engine.processor or engine.tokenizer, "chat_template", None) or ""
         own = "".join(template.values()) if isinstance(template, dict) else str(template)
@@ -49,14 +48,14 @@ class Dialect:
             raise ValueError(f"{name}: {error}") from None
         return {"grammar": compiled, **free}
 
-    def splitters(self, body: Body, requests: Sequence[Request]) -> list[Splitter]:
-        """Return what splits the answer of each of `requests`; nothing where all of it is content."""
+    def splitters(self, body: Body, texts: Sequence[Text]) -> list[Splitter]:
+        """Return what splits each of the answers `texts`; nothing where all of it is content."""
         if not self._splits(body):
             return []
         structure = self._structure(body)
-        ends = [self.engine.tokenizer.decode([token]) for token in sorted(requests[0].eos_ids)]
+        ends = [self.engine.tokenizer.decode([token]) for token in sorted(texts[0].eos_ids)]
         tools = structure.tool_format if structure.may_call else None
-        return [Splitter(tools, structure.thinking, self._is_thinking(r.prompt_ids), ends) for r in requests]
+        return [Splitter(tools, structure.thinking, self._is_thinking(t.prompt_ids), ends) for t in texts]
 
     def _splits(self, body: Body) -> bool:
         structure = self._structure(body)

@@ -1,20 +1,17 @@
 """Texts that are being served: how many may join, their pieces as they become certain, and their end.
 
-Knows neither HTTP nor JSON. The engine's driver submits, steps and abandons in a thread of its own; text is decoded
-here, in the event loop, so that no step waits for it.
+Knows neither HTTP nor JSON.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, TextIO
 
-from specdec.api import Engine
-from specdec.core.engine.calls import Call
-from specdec.core.engine.request import Request
 from specdec.core.errors import DetachedError
 from specdec.core.outputs import TokenLogprob
+from specdec.tools.serve.client import EngineClient, Text, TextCall
 
 
 class Gone(Exception):
@@ -48,20 +45,19 @@ class StreamPiece(NamedTuple):
 
 
 class Intake:
-    """Lets texts join while rows or `max_waiting` places are free. num_tokens: of those that have ended. log: takes the
-    token ids of complete texts, a line of JSON each, but of those about images, which ids do not hold.
+    """Lets texts join while rows or `max_waiting` places are free. log: takes the token ids of complete texts, a line
+    of JSON each, but of those about images, which ids do not hold.
 
     One event loop uses it; other threads may only `drain` it and read it.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int, log: TextIO | None = None):
+    def __init__(self, engine: EngineClient, max_waiting: int, log: TextIO | None = None):
         self.engine = engine
-        self.num_tokens = 0
         self.is_open = True
         self._log = log
         self._most = engine.config.max_batch + max_waiting
         self._num_coming = 0  # texts whose requests are being made
-        self._calls: dict[Call, None] = {}
+        self._calls: dict[TextCall, None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -69,9 +65,9 @@ class Intake:
         self._loop = loop
 
     @property
-    def requests(self) -> list[Request]:
-        """All that run or wait."""
-        return [request for call in list(self._calls) for request in call.requests if request.finish_reason is None]
+    def texts(self) -> list[Text]:
+        """All that are not finished."""
+        return [text for call in list(self._calls) for text in call.left]
 
     @contextmanager
     def room_for(self, count: int) -> Iterator[None]:
@@ -81,7 +77,7 @@ class Intake:
             raise ValueError(
                 f"{count} texts at once: at most {self._most} run and wait; lower n, or send fewer prompts"
             )
-        there = sum([len(call.left) for call in self._calls]) + self._num_coming
+        there = len(self.texts) + self._num_coming
         if there + count > self._most:
             raise Busy(
                 f"{there} requests run or wait and {count} would be added: at most {self._most}; try again later"
@@ -92,50 +88,47 @@ class Intake:
         finally:
             self._num_coming -= count
 
-    async def follow(
-        self, requests: Sequence[Request], gone: Callable[[], Awaitable[None]], wants_tokens: bool
-    ) -> AsyncGenerator[StreamPiece, None]:
-        """Yield an empty piece at once, then the pieces of `requests`, a choice each, until all have ended; with
-        `wants_tokens` as they come, else each text whole.
+    def check_open(self) -> None:
+        """Raise Closing if no text may join."""
+        if not self.is_open:
+            raise Closing("the server is shutting down")
+
+    async def follow(self, call: TextCall, gone: Callable[[], Awaitable[None]]) -> AsyncGenerator[StreamPiece, None]:
+        """Yield an empty piece at once, then the pieces of the texts of `call`, a choice each, until all have ended.
 
         Raises Closing, Gone when `gone` returns, Failed for what ends one of them, DetachedError. Whatever ends this
         frees their rows and pages after the current step.
         """
-        if not self.is_open:
-            raise Closing("the server is shutting down")
-        call = self.engine._attached().call(requests, wants_tokens)
         self._calls[call] = None
         watch = asyncio.ensure_future(_fail_when(gone, call))
-        num_given = [0] * len(requests)  # tokens whose log-probabilities have been handed out
-        left = dict(enumerate(requests))
-        logged = [request for request in requests if request.embedded is None and self._log is not None]
+        num_given = [0] * len(call.texts)  # tokens whose log-probabilities have been handed out
+        left = dict(enumerate(call.texts))
         try:
+            self.check_open()
             yield StreamPiece(0, "", None)
-            async with aclosing(self.engine._arun(call)) as run:
-                async for _ in run:
-                    for choice, request in list(left.items()):
-                        reason = request.finish_reason  # first: a thread steps meanwhile
-                        if reason is None and not wants_tokens:
-                            continue
-                        if reason == "error":
-                            raise FloatingPointError("the target's logits are not finite")
-                        text, tokens = request.read(), request.tokens[num_given[choice] :]
-                        if text or reason:
-                            num_given[choice] += len(tokens)
-                            scores = (request.logprobs or [])[num_given[choice] - len(tokens) : num_given[choice]]
-                            yield StreamPiece(choice, text, reason, tokens if scores else (), scores)
-                        if reason:
-                            del left[choice]
-                            if request in logged:
-                                self._write(request)
+            while left:
+                await call.wait()
+                for choice, text in list(left.items()):
+                    reason = text.finish_reason
+                    if reason == "error":
+                        raise FloatingPointError("the target's logits are not finite")
+                    said, tokens = text.read(), text.tokens[num_given[choice] :]
+                    if said or reason:
+                        scores = text.logprobs[num_given[choice] :]
+                        num_given[choice] += len(tokens)
+                        yield StreamPiece(choice, said, reason, tokens if scores else (), scores)
+                    if reason:
+                        del left[choice]
+                        if self._log is not None and not text.has_images:
+                            self._write(text)
         except (Closing, Gone, DetachedError):
             raise
         except Exception as error:
             raise Failed(f"the request failed: {error!r}") from error
         finally:
             watch.cancel()
-            self._calls.pop(call, None)
-            self.num_tokens += sum(len(request.tokens) for request in requests)
+            del self._calls[call]
+            self.engine.end(call)
 
     def drain(self, seconds: float) -> None:
         """Let no more texts join, and end those that are unfinished after `seconds`; from any thread."""
@@ -144,8 +137,8 @@ class Intake:
             with suppress(RuntimeError):  # the loop is closed: nobody is served
                 self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._end_all)
 
-    def _write(self, request: Request) -> None:
-        ids = {"prompt_token_ids": list(request.prompt_ids), "token_ids": list(request.tokens)}
+    def _write(self, text: Text) -> None:
+        ids = {"prompt_token_ids": list(text.prompt_ids), "token_ids": text.tokens}
         print(json.dumps(ids), file=self._log, flush=True)
 
     def _end_all(self) -> None:
@@ -153,6 +146,6 @@ class Intake:
             call.fail(Closing("the server is shutting down"))
 
 
-async def _fail_when(gone: Callable[[], Awaitable[None]], call: Call) -> None:
+async def _fail_when(gone: Callable[[], Awaitable[None]], call: TextCall) -> None:
     await gone()
     call.fail(Gone())

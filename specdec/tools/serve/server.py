@@ -1,9 +1,10 @@
 """The app: OpenAI's chat and text completions, models, health and metrics, over one engine."""
 
 import asyncio
+import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from functools import lru_cache, partial
 from typing import Any, TextIO
 
@@ -20,48 +21,67 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from specdec.api import Engine
-from specdec.core.engine.request import Request as EngineRequest
 from specdec.core.errors import CapacityError
+from specdec.tools.serve.client import EngineClient, Facts, Text
 from specdec.tools.serve.dialect import Dialect
 from specdec.tools.serve.forms import STATUS, AnswerForm, as_json, event, problem
 from specdec.tools.serve.guard import Guard, prompts_of, read_body
+from specdec.tools.serve.host import hosted
 from specdec.tools.serve.images import MOST_BYTES as MOST_IMAGE_BYTES
 from specdec.tools.serve.intake import Gone, Intake, StreamPiece
-from specdec.tools.serve.process import shared_fairly
 from specdec.tools.serve.schema import MOST_VALUES, Body, parse
 
 NUM_TEXT_TOKENS = 16  # of a text completion that gives no length, as OpenAI's
 MOST_BYTES = 2 * 2**20  # of a body, besides 16 for every token of the longest request
 
 
-def build_app(
-    engine: Engine,
+def build_app(engine: Engine, name: str, max_waiting: int = 256, **options: Any) -> Starlette:
+    """Return the app that serves `engine` as model `name` from this process; `specdec serve` gives it one of its own.
+
+    `app.state.intake` drains it; the caller detaches the engine. An adapter of the engine is served as a model of its
+    own name. options: those of `app_of`. While it serves, the process has the settings of `shared_fairly`.
+    """
+
+    @contextmanager
+    def connected() -> Iterator[socket.socket]:
+        own, its = socket.socketpair()
+        with hosted(engine, its):
+            yield own
+
+    return app_of(EngineClient(Facts.of(engine), is_polite=True), connected, name, max_waiting, **options)
+
+
+def app_of(
+    client: EngineClient,
+    connected: Callable[[], AbstractContextManager[socket.socket]],
     name: str,
-    max_waiting: int = 256,
+    max_waiting: int,
     *,
     api_key: str | None = None,
     allowed_origins: Sequence[str] = (),
     allowed_hosts: Collection[str] | None = None,
     log: TextIO | None = None,
+    on_lost: Callable[[], None] = lambda: None,
 ) -> Starlette:
-    """Return the app that serves `engine` as model `name`; `app.state.intake` drains it. The caller detaches it. An
-    adapter of the engine is served as a model of its own name.
+    """Return the app that serves the engine of `client`, at the other end of the socket of `connected`.
 
     max_waiting: requests that may wait beside those that run; more are refused with 429. api_key: required of requests
     to /v1. allowed_origins: sites whose pages may ask (CORS), "*" for all. allowed_hosts: names that the Host header
     may have; None: any. log: takes a line of JSON for every text that is complete, which `specdec train adapt` reads.
-    While it serves, the process has the settings of `shared_fairly`.
+    on_lost: called when the engine is gone.
     """
-    served = Endpoints(engine, name, Intake(engine, max_waiting, log))
+    served = Endpoints(client, name, Intake(client, max_waiting, log))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         served.intake.start(asyncio.get_running_loop())
-        with shared_fairly(engine.target_module.device.type):
+        with connected() as sock:
+            await client.connect(sock, on_lost)
             try:
                 yield
             finally:
                 served.intake.drain(0)
+                await client.close()
 
     routes = [
         Route("/v1/chat/completions", partial(served.complete, is_chat=True), methods=["POST"]),
@@ -85,22 +105,21 @@ def build_app(
 class Endpoints:
     """Answers of each path, for the texts of one engine that `intake` lets in."""
 
-    def __init__(self, engine: Engine, name: str, intake: Intake):
+    def __init__(self, engine: EngineClient, name: str, intake: Intake):
         self.engine, self.name, self.intake = engine, name, intake
-        self.samples = bool(engine.report().generation.get("do_sample"))
         self.registry = CollectorRegistry()
         what = "Answers by HTTP status; 499: the client left"
         self.answers = Counter("specdec_requests", what, ["status"], registry=self.registry)
-        self.registry.register(EngineCollector(engine, intake))
-        if name in engine.adapters:
+        self.registry.register(EngineCollector(engine))
+        adapters = engine.facts.adapters
+        if name in adapters:
             raise ValueError(f"{name!r} is the name of the model and of an adapter: expected different ones")
         length = engine.config.max_seq_len
         own = {"object": "model", "created": int(time.time()), "owned_by": "specdec", "max_model_len": length}
-        adapted = {adapter: {"id": adapter, **own, "parent": name} for adapter in engine.adapters}
+        adapted = {adapter: {"id": adapter, **own, "parent": name} for adapter in adapters}
         self.served: dict[str, dict[str, Any]] = {name: {"id": name, **own}, **adapted}
         self.most_bytes, self.most_values = MOST_BYTES + 16 * length, MOST_VALUES + length
-        self.reads_images = engine.processor is not None and bool(engine._attached().target.images.names)
-        self.most_bytes += MOST_IMAGE_BYTES * self.reads_images
+        self.most_bytes += MOST_IMAGE_BYTES * engine.facts.reads_images
         self.dialect = Dialect(engine)
         self.token_text = lru_cache(2**16)(lambda token: engine.tokenizer.decode([token]))
 
@@ -129,22 +148,23 @@ class Endpoints:
     async def complete(self, request: Request, is_chat: bool) -> "Response | EventStream":
         """POST /v1/chat/completions and /v1/completions: answer with the whole text or a stream of it."""
         raw = parse(await read_body(request, self.most_bytes), self.most_values)
-        body = Body(raw, is_chat, self.reads_images)
+        body = Body(raw, is_chat, self.engine.facts.reads_images)
         name = self._named(body.get("model"))
         self._check_logprobs(body)
         with self.intake.room_for(body.num_choices):
-            requests = await asyncio.to_thread(self._make_requests, body, name)
-            pieces = self.intake.follow(requests, partial(_until_gone, request), body.stream)
+            call = await self.engine.start(*await asyncio.to_thread(self._asked, body, name), body.stream)
+            pieces = self.intake.follow(call, partial(_until_gone, request))
             await anext(pieces)  # what is refused has no part in a stream
-        form = AnswerForm(is_chat, name, body.num_top, self.token_text, self.dialect.splitters(body, requests))
+        texts = call.texts
+        form = AnswerForm(is_chat, name, body.num_top, self.token_text, self.dialect.splitters(body, texts))
         if body.stream:
-            return EventStream(self._stream(body, form, requests, pieces))
-        choices: list[list[StreamPiece]] = [[] for _ in requests]
+            return EventStream(self._stream(body, form, texts, pieces))
+        choices: list[list[StreamPiece]] = [[] for _ in texts]
         async with aclosing(pieces):
             async for piece in pieces:
                 choices[piece.choice].append(piece)
         self.answers.labels(200).inc()
-        return as_json(form.whole(choices, usage(body, requests)))
+        return as_json(form.whole(choices, usage(body, texts)))
 
     def _named(self, wanted: str | None) -> str:
         """Return the name of the model that is `wanted`, an adapter's included; 404 for one that is not served."""
@@ -164,29 +184,30 @@ class Endpoints:
             name = "top_logprobs" if body.is_chat else "logprobs"
             raise ValueError(f"{name}={body.num_top}: at most {most}, which --max-logprobs sets")
 
-    def _make_requests(self, body: Body, name: str) -> list[EngineRequest]:
-        """Tokenise the prompts and check the options, in a thread: a request a choice, of the model `name`."""
+    def _asked(self, body: Body, name: str) -> tuple[list[Any], list[list[int]], dict[str, Any]]:
+        """Tokenise the prompts and check the options, in a thread: a prompt a choice, its ids, and what `generate`
+        takes besides, of the model `name`."""
         engine, longest = self.engine, self.engine.config.max_seq_len
         once = prompts_of(body, engine.tokenizer, engine.processor, longest)
         prompts = [prompt for prompt in once for _ in range(body.n)]
         ids = [p["input_ids"][0].tolist() if isinstance(p, Mapping) else p for p in prompts]
         lengths = [new_tokens(body, len(own), longest) for own in ids]
-        options = {**body.options(self.samples), "seed": body.get("seed"), "max_new_tokens": lengths}
+        options = {**body.options(engine.facts.samples), "seed": body.get("seed"), "max_new_tokens": lengths}
         options["adapter"] = None if name == self.name else name
-        return engine._requests(prompts, **options, **self.dialect.options(body, ids))
+        return prompts, ids, {**options, **self.dialect.options(body, ids)}
 
     async def _stream(
-        self, body: Body, form: AnswerForm, requests: list[EngineRequest], pieces: AsyncGenerator[StreamPiece, None]
+        self, body: Body, form: AnswerForm, texts: Sequence[Text], pieces: AsyncGenerator[StreamPiece, None]
     ) -> AsyncGenerator[str, None]:
         status = 499  # unless it comes to an end
         try:
             async with aclosing(pieces):
-                if begin := "".join(map(event, form.begin(len(requests)))):
+                if begin := "".join(map(event, form.begin(len(texts)))):
                     yield begin
                 async for piece in pieces:
                     if events := form.events(piece):
                         yield events
-            end = event(form.usage_chunk(usage(body, requests))) if body.get("stream_options") else ""
+            end = event(form.usage_chunk(usage(body, texts))) if body.get("stream_options") else ""
             yield f"{end}data: [DONE]\n\n"
             status = 200
         except Gone:
@@ -243,21 +264,21 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-def usage(body: Body, requests: Sequence[EngineRequest]) -> dict[str, Any]:
+def usage(body: Body, texts: Sequence[Text]) -> dict[str, Any]:
     """Tokens of the prompts, each counted once whatever `n` is, and of the texts."""
-    firsts = requests[:: body.n]
-    prompt = sum(len(request.prompt_ids) for request in firsts)
-    cached = sum(request.num_cached for request in firsts)
-    completion = sum(len(request.tokens) for request in requests)
+    firsts = texts[:: body.n]
+    prompt = sum(len(text.prompt_ids) for text in firsts)
+    cached = sum(text.num_cached for text in firsts)
+    completion = sum(len(text.tokens) for text in texts)
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 class EngineCollector(Collector):
-    """Reads engine and intake whenever it is asked; it may wait for a step to end."""
+    """Asks the engine whenever it is asked; it may wait for a step to end."""
 
-    def __init__(self, engine: Engine, intake: Intake):
-        self.engine, self.intake = engine, intake
+    def __init__(self, engine: EngineClient):
+        self.engine = engine
 
     def describe(self) -> list[Metric]:
         """Nothing, so that registering does not collect."""
@@ -265,14 +286,13 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; tokens are of requests that have ended."""
-        report, requests = self.engine.report(), self.intake.requests
-        running = sum(request.is_running for request in requests)
+        report, running, waiting, tokens = self.engine.load()
         yield GaugeMetricFamily("specdec_requests_running", "Requests that hold KV slots", running)
-        yield GaugeMetricFamily("specdec_requests_waiting", "Requests that wait for them", len(requests) - running)
+        yield GaugeMetricFamily("specdec_requests_waiting", "Requests that wait for them", waiting)
         yield GaugeMetricFamily("specdec_kv_pages_free", "Free pages of the KV pool", report.num_free_pages)
         yield GaugeMetricFamily("specdec_kv_pages", "Pages of the KV pool", report.num_pages)
         yield GaugeMetricFamily("specdec_tau", "Tokens emitted over verify rounds", report.acceptance.tau)
-        yield CounterMetricFamily("specdec_tokens", "Tokens emitted", self.intake.num_tokens)
+        yield CounterMetricFamily("specdec_tokens", "Tokens emitted", tokens)
         for key, what in (("asked", "Prompt tokens"), ("found", "Prompt tokens that the prefix cache had")):
             if report.prefix_cache:
                 yield CounterMetricFamily(f"specdec_prefix_tokens_{key}", what, report.prefix_cache[key])

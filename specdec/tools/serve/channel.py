@@ -1,0 +1,61 @@
+"""Messages between an API server and its engine, over a socket that only these two have."""
+
+import asyncio
+import pickle
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+LENGTH = struct.Struct("<Q")  # of a pickled message, before it
+
+
+class Channel:
+    """One end of the socket, in asyncio."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def over(cls, sock: socket.socket) -> "Channel":
+        """Return the channel over `sock`, which it closes."""
+        return cls(*await asyncio.open_connection(sock=sock))
+
+    def send(self, message: Any) -> None:
+        """Send what can be pickled; without waiting, and in vain once the other side is gone."""
+        self._writer.write(packed(message))
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        """Yield messages until the other side is gone."""
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                yield pickle.loads(await self._reader.readexactly(length))
+
+    async def close(self) -> None:
+        """Let the other side know that this one is gone."""
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+def packed(message: Any) -> bytes:
+    """Return the bytes of a message."""
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(data)) + data
+
+
+def received(sock: socket.socket) -> Any:
+    """Return the next message of a socket without an event loop; EOFError once the other side is gone."""
+    with sock.makefile("rb", buffering=0) as file:
+        return pickle.loads(_exactly(file, LENGTH.unpack(_exactly(file, LENGTH.size))[0]))
+
+
+def _exactly(file: Any, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (part := file.read(count - len(data))):
+            raise EOFError
+        data += part
+    return data

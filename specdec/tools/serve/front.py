@@ -1,0 +1,139 @@
+"""The API server in a process of its own: HTTP, JSON and text take no Python from the thread that steps."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from specdec.api import Engine
+from specdec.tools.serve.channel import packed, received
+from specdec.tools.serve.client import EngineClient, Facts
+from specdec.tools.serve.host import hosted
+from specdec.tools.serve.process import shared_fairly
+from specdec.tools.serve.server import app_of
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class ApiServer:
+    """A process that serves at `host` and `port` (0: a free one) once `start` gives it an engine; it loads libraries
+    meanwhile. Leaving `with ApiServer(...):` ends it as SIGTERM does.
+
+    ValueError if the address cannot be had.
+    """
+
+    def __init__(self, host: str, port: int):
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+        except OSError as error:
+            listener.close()
+            raise ValueError(f"--host {host} --port {port}: {error.strerror}: choose another address") from error
+        self._address = listener.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._address[1]}"
+        self._channel, theirs = socket.socketpair()
+        fds = (listener.fileno(), theirs.fileno())
+        # no device: it would hold memory there; no signal but those that it is sent: Ctrl-C goes to whole groups
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "specdec.tools.serve.front", *map(str, fds)]
+        self._process = subprocess.Popen(command, pass_fds=fds, env=os.environ | path, start_new_session=True)
+        listener.close()
+        theirs.close()
+        self._at_end = ExitStack()
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def start(self, engine: Engine, name: str, **options: Any) -> None:
+        """Serve `engine` as model `name`, with options of `served`; returns once it accepts connections."""
+        self._channel.sendall(packed((Facts.of(engine), name, options)))
+        self._at_end.enter_context(hosted(engine, self._channel))
+        while self._process.poll() is None:
+            try:
+                return socket.create_connection(self._address).close()
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+
+    def wait(self) -> int:
+        """Return the exit status of the process, once it ends: not 0 if it failed."""
+        status = self._process.wait()
+        self._at_end.close()
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on: the first one lets running requests end."""
+        self._process.send_signal(number)
+
+    def __enter__(self) -> "ApiServer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        self.wait()
+        self._channel.close()
+
+
+def served(
+    listener: socket.socket,
+    channel: socket.socket,
+    facts: Facts,
+    name: str,
+    *,
+    max_waiting: int,
+    grace: float,
+    log: Path | None = None,
+    log_level: str = "info",
+    **options: Any,
+) -> None:
+    """Serve until a signal comes, or the engine's process is gone. grace: seconds that running requests have then; log:
+    file to append to; options: those of `app_of`."""
+
+    @contextmanager
+    def connected() -> Iterator[socket.socket]:
+        yield channel
+
+    def leave() -> None:
+        server.should_exit = True
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            app.state.intake.drain(grace)
+            super().handle_exit(sig, frame)
+
+    with ExitStack() as until_the_end:
+        file = None if log is None else until_the_end.enter_context(log.open("a", encoding="utf-8"))
+        client = EngineClient(facts, is_polite=facts.device_type == "cpu")
+        app = app_of(client, connected, name, max_waiting, log=file, on_lost=leave, **options)
+        # Requests that end after `grace` get an error; the server's own limit, which cuts connections, is later.
+        limit = int(grace) + 3
+        server = Server(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=limit))
+        until_the_end.enter_context(shared_fairly("cpu"))
+        for number in SIGNALS:  # the server sends itself the signal again when it has ended
+            signal.signal(number, lambda *_: None)
+        server.run(sockets=[listener])
+
+
+def main() -> None:
+    """Be the process: the arguments are its sockets."""
+    listener, channel = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    try:
+        facts, name, options = received(channel)
+    except EOFError:  # the engine could not be made
+        return
+    served(listener, channel, facts, name, **options)
+
+
+if __name__ == "__main__":
+    main()

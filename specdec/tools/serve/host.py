@@ -1,0 +1,190 @@
+"""The engine's side of a server: makes the requests that an API server asks for, and sends it their tokens.
+
+The engine's driver steps in a thread of its own; what else a server does with Python (HTTP, JSON, text) is the API
+server's, in its own process, so that no step waits for it.
+"""
+
+import asyncio
+import pickle
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from specdec.api import Engine
+from specdec.core.engine.calls import Call
+from specdec.core.engine.request import Request
+from specdec.core.outputs import Report, TokenLogprob
+from specdec.tools.serve.channel import Channel
+from specdec.tools.serve.process import shared_fairly
+
+
+class Made(NamedTuple):
+    """What an API server needs to know of a request that has been made, besides what it asked for."""
+
+    eos_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+
+
+class News(NamedTuple):
+    """What has come for a choice of a call, since the last news of it. error: what has ended the whole call."""
+
+    number: int
+    choice: int = 0
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+    finish_reason: str | None = None
+    num_cached: int = 0
+    error: Exception | None = None
+
+
+class Load(NamedTuple):
+    """The engine's report, and requests that hold KV slots, that wait, and tokens of those that are over."""
+
+    report: Report
+    num_running: int
+    num_waiting: int
+    num_tokens: int
+
+
+class HostedCall(Call):
+    """A call whose news are the host's."""
+
+    def __init__(self, host: "EngineHost", number: int, requests: Sequence[Request], wants_tokens: bool):
+        super().__init__(host.core.calls, requests, wants_tokens)
+        self.number, self.wants_tokens, self._host = number, wants_tokens, host
+        self.unsaid = dict(enumerate(requests))  # whose ends have not been told
+        self._num_told = [0] * len(requests)
+
+    def news(self) -> Iterator[News]:
+        """Yield what has come for each choice."""
+        for choice, request in list(self.unsaid.items()):
+            reason = request.finish_reason  # first: a thread steps meanwhile
+            if reason is None and not self.wants_tokens:
+                continue
+            start = self._num_told[choice]
+            tokens = request.tokens[start:]
+            scores = (request.logprobs or [])[start : start + len(tokens)]
+            self._num_told[choice] += len(tokens)
+            if reason:
+                del self.unsaid[choice]
+            if reason or tokens:
+                yield News(self.number, choice, tokens, scores, reason, request.num_cached)
+
+    def _tell(self) -> None:
+        self._host.changed[self] = None
+        self._calls.note(self._host)
+
+
+class EngineHost:
+    """Serves one API server at the other end of `sock`, in an event loop of its own.
+
+    It asks by (number, method, arguments), and gets (number, answer, error). Tokens come as lists of News, one after it
+    has said "ready": a server that is busy gets what has come meanwhile together.
+    """
+
+    def __init__(self, engine: Engine, sock: socket.socket):
+        self.engine, self.core, self._driver = engine, engine._attached(), engine._driven()
+        self.changed: dict[HostedCall, None] = {}
+        self._sock = sock
+        self._calls: dict[int, HostedCall] = {}
+        self._num_tokens = 0
+        self._is_awaited = asyncio.Event()
+
+    def run(self) -> None:
+        """Serve until the API server is gone, which frees all that it has asked for."""
+        with shared_fairly(self.core.device.type):
+            asyncio.run(self._serve())
+
+    @property
+    def has_news(self) -> bool:
+        """True once there is something to send."""
+        return bool(self.changed)
+
+    async def _serve(self) -> None:
+        channel = await Channel.over(self._sock)
+        tasks = {asyncio.create_task(self._send_news(channel))}
+        try:
+            async for number, method, arguments in channel:
+                if method == "ready":
+                    self._is_awaited.set()
+                elif method == "end":
+                    self._end(number)
+                else:
+                    task = asyncio.create_task(self._answer(channel, number, method, arguments))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for number in list(self._calls):
+                self._end(number)
+            await channel.close()
+
+    async def _answer(self, channel: Channel, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            answer, error = await getattr(self, method)(number, *arguments), None
+        except Exception as raised:
+            answer, error = None, portable(raised)
+        channel.send((number, answer, error))
+
+    async def _send_news(self, channel: Channel) -> None:
+        while True:
+            await self._is_awaited.wait()
+            await self.core.calls.wait(self)
+            news: list[News] = []
+            while self.changed:
+                call, _ = self.changed.popitem()
+                try:
+                    call.take()
+                    news += call.news()
+                except Exception as error:
+                    news.append(News(call.number, error=portable(error)))
+                    self._end(call.number)
+                if call.is_over:
+                    self._end(call.number)
+            if news:
+                self._is_awaited.clear()
+                channel.send(news)
+
+    def _end(self, number: int) -> None:
+        """Forget a call; what is left of it gives back its rows and pages after the current step."""
+        if (call := self._calls.pop(number, None)) is not None:
+            self._driver.end(call)
+            self._num_tokens += sum(len(request.tokens) for request in call.requests)
+
+    async def start(self, number: int, prompts: list[Any], options: dict[str, Any], wants_tokens: bool) -> list[Made]:
+        """Make and queue a request for every prompt, with options of `Engine.generate`."""
+        requests = await asyncio.to_thread(self.engine._requests, prompts, **options)
+        call = self._calls[number] = HostedCall(self, number, requests, wants_tokens)
+        self._driver.begin(call)
+        return [Made(request.eos_ids, request.detokenizer.stop_strings) for request in requests]
+
+    async def compile_grammar(self, _: int, grammar: Any) -> None:
+        """Compile what requests will ask for; ValueError if that cannot be."""
+        await asyncio.to_thread(self.engine.compile_grammar, grammar)
+
+    async def load(self, _: int) -> Load:
+        """See `Load`; it may wait for a step to end."""
+        report, queues = await asyncio.to_thread(self.engine.report), self.core.scheduler
+        return Load(report, len(queues.running), len(queues.waiting), self._num_tokens)
+
+
+@contextmanager
+def hosted(engine: Engine, sock: socket.socket) -> Iterator[None]:
+    """Serve what comes over `sock` in a thread; within, its other end must be closed, or the other process end."""
+    thread = threading.Thread(target=EngineHost(engine, sock).run, name="specdec-host", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def portable(error: Exception) -> Exception:
+    """Return `error`, or what can be sent in its place."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))

@@ -1,0 +1,142 @@
+"""The API server and the engine it asks: two processes, and what becomes of one when the other is gone."""
+
+import asyncio
+import signal
+import socket
+import time
+
+import pytest
+
+import specdec
+from specdec.core.errors import AttachError, CapacityError, DetachedError
+from specdec.tools.serve.channel import Channel, packed, received
+from tests.test_serve import long, tiny_model
+from tests.test_text import TOKENIZER
+
+httpx = pytest.importorskip("httpx")
+front = pytest.importorskip("specdec.tools.serve.front")
+host = pytest.importorskip("specdec.tools.serve.host")
+client = pytest.importorskip("specdec.tools.serve.client")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_batch=4, max_seq_len=500) as engine:
+        yield engine
+
+
+def assert_free(engine, seconds=10.0):
+    end = time.monotonic() + seconds
+    while (report := engine.report()).num_free_pages < report.num_pages and time.monotonic() < end:
+        time.sleep(0.02)
+    engine.check_integrity()
+    assert report.num_free_pages == report.num_pages
+
+
+def test_messages_of_any_size_arrive_whole():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for message in ({"a": [1, 2]}, None):
+            ours.sendall(packed(message))
+            assert received(theirs) == message
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(EOFError):
+            received(theirs)
+
+    async def both():
+        channels = [await Channel.over(sock) for sock in socket.socketpair()]
+        large = "x" * 2**21
+        channels[0].send(large)
+        channels[0].send(2)
+        got = []
+        async for message in channels[1]:
+            got.append(message)
+            if message == 2:
+                await channels[0].close()
+        await channels[1].close()
+        return got == [large, 2]
+
+    assert asyncio.run(both())
+
+
+@pytest.mark.parametrize("error", [CapacityError("too long"), AttachError("m", ["a", "b"]), KeyError("k")])
+def test_errors_arrive_as_what_they_are_or_by_their_words(error):
+    sent = host.portable(error)
+    assert (type(sent) is type(error) and str(sent) == str(error)) or repr(error) in str(sent)
+
+
+def test_a_server_that_is_busy_gets_what_has_come_meanwhile_together(engine):
+    """Nothing but answers is sent until it is ready; then all tokens so far come at once."""
+    expected = engine.generate([[5, 6], [7, 8, 9]], max_new_tokens=12, ignore_eos=True).tokens
+
+    async def ask():
+        ours, theirs = socket.socketpair()
+        with host.hosted(engine, theirs):
+            channel = await Channel.over(ours)
+            options = {"max_new_tokens": 12, "ignore_eos": True}
+            channel.send((3, "start", ([[5, 6], [7, 8, 9]], options, True)))
+            messages = aiter(channel)
+            number, made, error = await anext(messages)
+            assert (number, error) == (3, None) and len(made) == 2
+            await asyncio.to_thread(assert_free, engine)
+            for wrong in (("start", ([[5] * 600], {}, True)), ("start", ([[5]], {"top_p": 7}, True))):
+                channel.send((4, *wrong))
+                number, _, error = await anext(messages)
+                assert number == 4 and isinstance(error, ValueError)
+            channel.send((0, "ready", ()))
+            news = await anext(messages)
+            await channel.close()
+        return news
+
+    news = asyncio.run(ask())
+    assert [(n.number, n.choice, n.finish_reason) for n in news] == [(3, 0, "length"), (3, 1, "length")]
+    assert [n.tokens for n in news] == expected
+
+
+def test_texts_of_an_engine_that_is_gone_end_with_an_error(engine):
+    async def ask():
+        ours, theirs = socket.socketpair()
+        asked = client.EngineClient(client.Facts.of(engine), is_polite=False)
+        lost = asyncio.Event()
+        await asked.connect(ours, lost.set)
+        call = client.TextCall(9)
+        asked._calls[9] = call
+        question = asyncio.create_task(asked.start([[5]], [[5]], {}, True))
+        await asyncio.sleep(0)
+        theirs.close()
+        for late in (question, asked.start([[5]], [[5]], {}, True), call.wait()):
+            with pytest.raises(DetachedError, match="engine is gone"):
+                await late
+        await asyncio.wait_for(lost.wait(), 5)
+        await asked.close()
+
+    asyncio.run(ask())
+
+
+def test_an_address_that_is_taken_is_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        with pytest.raises(ValueError, match=r"--host 127.0.0.1 --port \d+: Address already in use"):
+            front.ApiServer("127.0.0.1", other.getsockname()[1])
+
+
+def test_a_process_that_is_killed_leaves_the_engine_free(engine):
+    with front.ApiServer("127.0.0.1", 0) as server:
+        server.start(engine, "tiny", max_waiting=2, grace=0.0, log_level="critical")
+        answer = httpx.post(f"{server.url}/v1/completions", json=long(max_tokens=5), timeout=60)
+        expected = engine.generate([[5, 6, 7]], max_new_tokens=5, ignore_eos=True).texts
+        assert [choice["text"] for choice in answer.json()["choices"]] == expected
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=long(stream=True), timeout=60) as response:
+            next(response.iter_lines())
+            server.send_signal(signal.SIGKILL)
+            assert server.wait() == -signal.SIGKILL
+    assert_free(engine)
+    assert engine.generate([[5, 6, 7]], max_new_tokens=5, ignore_eos=True).texts == expected
+
+
+def test_a_process_whose_engine_is_gone_ends(engine):
+    with front.ApiServer("127.0.0.1", 0) as server:
+        server._channel.close()  # as by attach that fails
+        assert server.wait() == 0
