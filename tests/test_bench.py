@@ -262,6 +262,14 @@ def test_latency_of_a_real_target(folders, capsys, monkeypatch):
     assert [r.get("sampling") for r in plain["rows"]] == [None, None, None, "filtered", "filtered"]
 
 
+def test_latency_of_prompts_that_the_prefix_cache_has(capsys, monkeypatch):
+    monkeypatch.setitem(cases.MODES, "prefix-cache", {"compile": False, "prefix_cache": True})
+    size = ("--batches", 1, "--tokens", 600, "--new-tokens", 3, "--repeats", 3, "--drafts", "plain")
+    rows = last_line(capsys, monkeypatch, "latency", "--shape", "tiny", "--modes", "prefix-cache", *size)["rows"]
+    miss, hit = (next(row for row in rows if row["what"] == what) for what in ("ttft", "ttft_hit"))
+    assert hit["ms"] < miss["ms"] and hit["tokens"] == 600
+
+
 def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
     found = last_line(capsys, monkeypatch, "latency", "--shape", "tiny", "--budget", 1, "--out", tmp_path)
     assert found["rows"] == [] and len(found["skipped"]) == 4 * 2 and Path(found["file"]).is_file()

@@ -91,8 +91,8 @@ class Latency(Timing):
         "More prompt lengths: of these only the first token, at batch 1. '' for none."
     )
     modes: list[str] | None = option(
-        "Of compiled, fp8-draft (compiled, draft_weights='fp8'), graph, or an attention backend: torch, triton, "
-        "flashinfer, triton+flashinfer."
+        "Of compiled, fp8-draft (compiled, draft_weights='fp8'), prefix-cache (compiled, prefix_cache=True), graph, or "
+        "an attention backend: torch, triton, flashinfer, triton+flashinfer."
     )
     drafts: list[str] | None = option(
         "How rounds draft: plain, or S:K:D such as 3:1:4, or S:K:D@N to draft from N tokens only."

@@ -30,6 +30,7 @@ from specdec.tools.measure.shapes import (
 MODES: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
     "fp8-draft": {"compile": True, "draft_weights": "fp8"},
+    "prefix-cache": {"compile": True, "prefix_cache": True},
     "graph": {"compile": False},
     **{name: {"backend": name, "compile": False} for name in ("torch", "triton", "flashinfer", "triton+flashinfer")},
 }

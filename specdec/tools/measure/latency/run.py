@@ -1,15 +1,16 @@
 """A run of `specdec bench latency`: engine by engine, cell by cell, until all is measured or the budget is spent.
 
-ttft: wall clock of a call with one new token. tpot: (time of N new tokens - time of one) / (N - 1), ms per token of
-each request; a call's tpot times its tau is `round_ms`, which at batch sizes above one includes the wait for the
-request that takes the most rounds; `launch_ms` is the same time by the rounds of that request. Every call has new
-prompts; EOS is ignored. Medians of three, of `repeats` where the first token comes soon; single calls where it takes
-seconds. With random weights (speed does not depend on them) acceptance is imposed: position j is accepted with chance
-0.8 * 0.75**(j-1), drawn anew in every call, which comes to `expected_tau` over many rounds. With a tokenizer prompts
-are still token ids, but text is decoded. `host_ms`: the host's own work per call or per token, without waiting for the
-device or replaying graphs. `idle_percent`: idle share of the GPU between rounds at batch 1. `eager`, `why_eager`: how
-often a path ran without a graph, and why. `skipped` lists what does not fit the device or the budget. `hf_ttft`,
-`hf_token`: transformers' own `generate`, which is measured first, before the model is attached.
+ttft: wall clock of a call with one new token; ttft_hit: of prompts whose K/V the prefix cache has. tpot: (time of N new
+tokens - time of one) / (N - 1), ms per token of each request; a call's tpot times its tau is `round_ms`, which at batch
+sizes above one includes the wait for the request that takes the most rounds; `launch_ms` is the same time by the rounds
+of that request. Every call has new prompts; EOS is ignored. Medians of three, of `repeats` where the first token comes
+soon; single calls where it takes seconds. With random weights (speed does not depend on them) acceptance is imposed:
+position j is accepted with chance 0.8 * 0.75**(j-1), drawn anew in every call, which comes to `expected_tau` over many
+rounds. With a tokenizer prompts are still token ids, but text is decoded. `host_ms`: the host's own work per call or
+per token, without waiting for the device or replaying graphs. `idle_percent`: idle share of the GPU between rounds at
+batch 1. `eager`, `why_eager`: how often a path ran without a graph, and why. `skipped` lists what does not fit the
+device or the budget. `hf_ttft`, `hf_token`: transformers' own `generate`, which is measured first, before the model is
+attached.
 """
 
 import time
@@ -157,8 +158,8 @@ class Run:
 
         runs = count()
 
-        def call(new_tokens: int) -> TimedCall:
-            return generate(engine, self.subject.prompts(cell), new_tokens, sampling, next(runs))
+        def call(new_tokens: int, prompts: list[list[int]] | None = None) -> TimedCall:
+            return generate(engine, prompts or self.subject.prompts(cell), new_tokens, sampling, next(runs))
 
         if not self._has_time(0.0, name):
             return
@@ -175,6 +176,10 @@ class Run:
             "host_ms": round(first_host, 4) if is_gpu else None,  # on a CPU the host is the device
             "floor_ms": floors and floors.first_ms(cell.batch, cell.tokens),
         }
+        if engine.config.prefix_cache:
+            prompts = self.subject.prompts(cell)
+            hit_ms, hit_host, _ = _medians([call(1, prompts) for _ in range(1 + repeats)][1:])
+            yield {"what": "ttft_hit", "ms": round(hit_ms, 3), "host_ms": round(hit_host, 4) if is_gpu else None}
         if not cell.has_tpot or not self._has_time(one, f"{name}, tpot"):
             return
         if not self._has_time(4 * call(num).seconds - ALLOWANCE_S, f"{name}, tpot"):
