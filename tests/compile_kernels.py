@@ -335,7 +335,7 @@ def flashinfer_tables() -> None:
 
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
-    from specdec.backends.triton.round import admit, chain, lookup, rows, spine, tree, trim, walk
+    from specdec.backends.triton.round import admit, chain, imposed, lookup, rows, spine, tree, trim, walk
     from specdec.backends.triton.sampling import bitmask, draws, law, processors, top
     from specdec.backends.triton.sampling import uniform as sampling
     from specdec.core.cache.pool import KVPool, LayerShape
@@ -376,6 +376,8 @@ def round_kernels() -> None:
     walk.verify_chain(laws, laws[:, :7].contiguous(), nodes, uniforms)
     spine.verify_spine(laws, laws[:, :5].contiguous(), nodes, nodes, nodes, 5, uniforms)
     rows.gather_rows(laws, nodes)
+    rows.starts(ids[:, 0].clone(), ids[:, 1].clone(), nodes[0, :2].clone())
+    imposed.impose(verified, nodes, torch.zeros(5, dtype=torch.float64), uniforms[:, 0].clone())
     pool = KVPool([LayerShape(2, 16, 8)], 50, torch.bfloat16, torch.device("cpu"))
     rows.committer(pool)(ids.int(), ids[:, 0].clone(), ids[:, 0].clone(), nodes)
     state = EngineState.empty(3, 600, torch.device("cpu"))

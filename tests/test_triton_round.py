@@ -302,6 +302,21 @@ def random_output(g, bs, width):
 
 
 @FEW
+@given(SEEDS, st.integers(1, 5), st.integers(1, 6), st.integers(0, 4))
+def test_imposed_acceptance_and_where_rounds_start_equal_the_twins(seed, bs, num_steps, num_more):
+    g = generator(seed)
+    nodes = torch.randint(0, 50, (bs, num_steps + 1 + num_more), generator=g).to(DEVICE)
+    tree_ = Tree(nodes, *[torch.zeros_like(nodes)] * 3)
+    rates = torch.rand(num_steps, generator=g, dtype=torch.float64).sort(descending=True).values.to(DEVICE)
+    u = torch.rand(bs, generator=g, dtype=torch.float64).to(DEVICE)
+    verified = random_output(g, bs, num_steps + 1)
+    same(OPS.impose(verified, tree_, rates, u), TORCH_OPS.impose(verified, tree_, rates, u))
+    lens, roots = (torch.randint(0, 99, (bs + 3,), generator=g).to(DEVICE) for _ in range(2))
+    rows = torch.randint(0, bs + 3, (bs,), generator=g).to(DEVICE)
+    same(OPS.starts(lens, roots, rows), TORCH_OPS.starts(lens, roots, rows))
+
+
+@FEW
 @given(SEEDS, st.integers(1, 6), st.integers(1, 7), st.integers(1, 16), st.booleans())
 def test_rounds_end_as_the_twins_end_them(seed, bs, width, num_stops, moves):
     """Stops (of few tokens, so that they are met), limits, rows in any order; state is changed in place."""

@@ -1,4 +1,4 @@
-"""Rows moved by index: features of the accepted path, the draft-extend row, and K/V of the path in every layer."""
+"""Rows by index: where rounds start, features of the accepted path, the draft-extend row, K/V of the path."""
 
 from collections.abc import Callable
 
@@ -16,6 +16,14 @@ def _gather_kernel(values, index, out, num_rows, h, stride_b, stride_n, BLOCK: t
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(values + (row // num_rows) * stride_b + source * stride_n + d, mask=d < h, other=0)
     tl.store(out + row * h + d, found, mask=d < h)
+
+
+@triton.jit
+def _starts_kernel(seq_lens, roots, rows, out_lens, out_roots):
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    tl.store(out_lens + request, tl.load(seq_lens + row))
+    tl.store(out_roots + request, tl.load(roots + row))
 
 
 @triton.jit(
@@ -65,6 +73,13 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         values, index.contiguous(), out, num_rows, h, values.stride(0), values.stride(1), BLOCK=block
     )
     return out
+
+
+def starts(seq_lens: torch.Tensor, roots: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """seq_lens and roots [num_rows] int64 of `rows` [bs] int64. Twin: `seq_lens[rows], roots[rows]`."""
+    out_lens, out_roots = torch.empty_like(rows), torch.empty_like(rows)
+    _starts_kernel[(len(rows),)](seq_lens, roots, rows, out_lens, out_roots, num_warps=1)
+    return out_lens, out_roots
 
 
 def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:

@@ -194,7 +194,8 @@ class Launcher:
     def batch_of(self, requests: list[Request]) -> StepBatch:
         """Return the batch of a round; rows are copied to the device only where they are not those of the last one."""
         if requests != self._batch.requests:
-            rows = copy_to(self._device, np.array([r.row for r in requests], dtype=np.int64))
+            rows = self.rounds.rows[: len(requests)]
+            rows.copy_(copy_to(self._device, np.array([r.row for r in requests], dtype=np.int64)))
             self._batch = StepBatch(requests, rows, kind_of(requests))
         return self._batch
 

@@ -24,6 +24,7 @@ class RoundOps:
     `.verify`; process: `specdec.core.functional.processors`; sample, law (`process_logits`): `.sampling` beside it;
     uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
+    impose: `.verify.impose_acceptance`; starts(seq_lens, roots, rows [bs]) -> both of `rows`, [bs] int64;
     trim(verified, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the output cut at stops and
         limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
     emit(verified, rows, seq_lens, roots, remaining, history [num_rows, width] int32, moves) -> results for the host,
@@ -55,6 +56,8 @@ class RoundOps:
     sample: Callable[..., torch.Tensor]
     uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    impose: Callable[[VerifyOutput, Tree, torch.Tensor, torch.Tensor], VerifyOutput]
+    starts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     trim: Callable[[VerifyOutput, torch.Tensor, torch.Tensor, torch.Tensor], VerifyOutput]
     emit: Callable[..., torch.Tensor]
     constrain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -99,6 +99,8 @@ TORCH_OPS = RoundOps(
     sample=sampling.sample,
     uniforms=_uniforms,
     gather_rows=_gather_rows,
+    impose=verify.impose_acceptance,
+    starts=lambda seq_lens, roots, rows: (seq_lens[rows], roots[rows]),
     trim=_trim,
     emit=_emit,
     look_up=lookup.look_up,
@@ -122,7 +124,7 @@ def _verifier(kernel: Callable[..., tuple[torch.Tensor, ...]], num_parts: int) -
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton.round import admit, chain, lookup, rows, tree, trim, walk
+    from specdec.backends.triton.round import admit, chain, imposed, lookup, rows, tree, trim, walk
     from specdec.backends.triton.round import spine as drawn_paths
     from specdec.backends.triton.sampling import bitmask, draws, law, processors, top
     from specdec.backends.triton.sampling import uniform as sampling
@@ -156,6 +158,9 @@ def _triton_ops() -> RoundOps:
     def cut(verified: VerifyOutput, *state: torch.Tensor) -> VerifyOutput:
         return VerifyOutput(*trim.trim(verified, *state))
 
+    def impose(verified: VerifyOutput, draft: Tree, rates: torch.Tensor, draws: torch.Tensor) -> VerifyOutput:
+        return VerifyOutput(*imposed.impose(verified, draft.tokens, rates, draws))
+
     return RoundOps(
         name="triton",
         chain=line,
@@ -173,6 +178,8 @@ def _triton_ops() -> RoundOps:
         sample=draws.sample,
         uniforms=sampling.uniform,
         gather_rows=rows.gather_rows,
+        impose=impose,
+        starts=rows.starts,
         trim=cut,
         emit=trim.emit,
         look_up=lookup.look_up,

@@ -22,7 +22,10 @@ LOWER = "max_batch, graph_batches or num_draft_tokens, leave kinds out of graph_
 
 
 class RoundGraphs:
-    """Owns the runners of one engine and their graphs, which `build` makes."""
+    """Owns the runners of one engine and their graphs, which `build` makes.
+
+    rows [num_rows] int64: the input of rounds; what lies in its front already is not copied there.
+    """
 
     def __init__(self, program: Round, parts: Parts, pool: GraphPool | None):
         config = parts.config
@@ -58,8 +61,11 @@ class RoundGraphs:
             return program.first_tokens(kind, rows, target.head(hidden))
 
         hidden = spec("hidden", target.spec.hidden_size, target.dtype)
+        num_rows = max(config.max_batch, *buckets)
+        self.rows = torch.full((num_rows,), config.dummy_row, dtype=torch.int64, device=device)
+        playing = replace(setup, shared={"rows": self.rows})
         made = [
-            *(GraphRunner(name, partial(program.play, shape=s), [rows], setup) for s, name in self._names.items()),
+            *(GraphRunner(name, partial(program.play, shape=s), [rows], playing) for s, name in self._names.items()),
             GraphRunner("first_token", first_tokens, [rows, hidden], setup),
         ]
         once = replace(setup, variants=config.graph_kinds[:1])  # what samples nothing: one kind serves all

@@ -27,7 +27,7 @@ from specdec.core.draft.worker import (
 from specdec.core.functional.results import append_logprobs, row_digests, token_logprobs
 from specdec.core.functional.sampling import Guide, SamplingKind
 from specdec.core.functional.tree import Tree, force
-from specdec.core.functional.verify import VerifyOutput, impose_acceptance
+from specdec.core.functional.verify import VerifyOutput
 from specdec.core.round.parts import Parts
 
 LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
@@ -81,12 +81,13 @@ class Round:
     ) -> RoundBatch:
         """Gather what a round needs to know of `rows`."""
         kind = SamplingKind(kind)
+        seq_lens, roots = self.ops.starts(self.state.seq_lens, self.state.roots, rows)
         return RoundBatch(
             rows=rows,
             slot_table=self.slot_table,
             history=self.state.history,
-            seq_lens=self.state.seq_lens[rows],
-            roots=self.state.roots[rows],
+            seq_lens=seq_lens,
+            roots=roots,
             sampling=None if kind.is_greedy else self.state.sampling.select(rows, kind.has_filters),
             max_prefix=self.slot_table.shape[1] if max_prefix is None else max_prefix,
             shape=shape or self.config.shape,
@@ -112,7 +113,7 @@ class Round:
         if self.rates is not None and batch.shape.num_steps:
             draws = self.ops.uniforms(self.state.sampling["seed"][batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
             rates = self.rates[: batch.shape.num_steps]
-            verified = impose_acceptance(verified, draft.tree, rates, draws[:, 0])
+            verified = self.ops.impose(verified, draft.tree, rates, draws[:, 0])
         verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, batch.rows, self.state.stop_ids, self.state.remaining)
         for commit in self._commits[batch.shape]:
