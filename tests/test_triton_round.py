@@ -16,6 +16,7 @@ from specdec.core.round.state import EngineState
 
 pytest.importorskip("triton")
 from specdec.backends.triton.backend import TritonBackend
+from tests.early_starts import check_early_starts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPS = pick_ops(TritonBackend.capabilities)
@@ -205,6 +206,20 @@ def test_a_residual_without_mass_draws_from_the_law():
     got = OPS.verify_tree(probs, draft, 1, uniforms)
     same(got, verify.verify_tree(probs, draft, 1, uniforms))
     assert got.tokens[0, 0] in (3, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_kernels_that_start_early_decide_as_those_that_wait(monkeypatch):
+    draft, _ = random_case(0, 3, 3, 3, 8)
+
+    def forward(logits):
+        verified = OPS.verify_greedy(logits, draft, 3)
+        _, roots = OPS.starts(verified.accept_lens, verified.tokens[:, 0].contiguous(), torch.arange(3, device=DEVICE))
+        line = OPS.chain(roots, verified.tokens[:, 1:].contiguous())
+        return OPS.gather_rows(logits, verified.accept_index) + line.tokens.sum()
+
+    check_early_starts(forward, [likely_logits(draft, generator(i), 50_000) for i in range(20)], monkeypatch)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

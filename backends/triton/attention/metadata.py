@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.metadata import MetadataBuilder, Placement
-from specdec.backends.triton.launch.relaunch import CachedLaunch
+from specdec.backends.triton.launch.relaunch import CachedLaunch, early, wait_for_others
 
 
 # Triton compiles a variant for every alignment of a kernel's pointers; views of packed tensors can have any alignment.
@@ -41,7 +41,9 @@ def _uniform_kernel(
     HAS_TAIL_DEPTHS: tl.constexpr,
     HAS_DELTAS: tl.constexpr,
     WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_others(PDL)
     request = tl.program_id(0).to(tl.int64)
     prefix = tl.load(prefix_lens + request)
     i = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -151,6 +153,7 @@ def uniform_placement(
         HAS_TAIL_DEPTHS=tail_depths is not None,
         HAS_DELTAS=rope_deltas is not None,
         WORDS=words,
+        **early(),
     )
     return placement
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.triton.launch.ahead import is_rehearsing
 
@@ -91,6 +93,20 @@ def follows_early(num_rows: int = 1) -> bool:
     num_rows: of a product, or of a norm before one; those of many rows take too long to gain by it.
     """
     return PDL and num_rows <= EARLY_ROWS and capability() >= 90
+
+
+def early() -> dict[str, bool]:
+    """Arguments of a launch whose kernel begins with `wait_for_others(PDL)`."""
+    is_early = follows_early()
+    return {"PDL": is_early, "launch_pdl": is_early}
+
+
+@triton.jit
+def wait_for_others(PDL: tl.constexpr):
+    """Let the next kernel start, and wait until the ones before have ended."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 def capability() -> int:

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.relaunch import early, wait_for_others
 from specdec.core.config import num_words
 
 
@@ -21,7 +22,9 @@ def _chain_kernel(
     NUM_WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_others(PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_N)
     is_node = node < NUM_NODES
@@ -58,5 +61,6 @@ def chain(root: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch
         NUM_WORDS=bits.shape[2],
         BLOCK_N=triton.next_power_of_2(num_nodes),
         BLOCK_W=triton.next_power_of_2(bits.shape[2]),
+        **early(),
     )
     return tokens, parents, depths, bits

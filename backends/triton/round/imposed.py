@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.relaunch import early, wait_for_others
 from specdec.backends.triton.round.walk import VerifyOutput
 
 
@@ -21,7 +22,9 @@ def _impose_kernel(
     D: tl.constexpr,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_others(PDL)
     request = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_W)
     rate = tl.load(rates + c, mask=c < W - 1, other=-1.0)
@@ -55,5 +58,6 @@ def impose(verified: VerifyOutput, nodes: torch.Tensor, rates: torch.Tensor, dra
         W=width,
         BLOCK_W=triton.next_power_of_2(width),
         num_warps=1,
+        **early(),
     )
     return out_index, out_lens, out_tokens, invalid

@@ -6,11 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.relaunch import early, wait_for_others
 from specdec.core.cache.pool import KVPool
 
 
 @triton.jit(do_not_specialize=["num_rows", "h"])
-def _gather_kernel(values, index, out, num_rows, h, stride_b, stride_n, BLOCK: tl.constexpr):
+def _gather_kernel(values, index, out, num_rows, h, stride_b, stride_n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = tl.maximum(tl.load(index + row), 0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -19,7 +21,8 @@ def _gather_kernel(values, index, out, num_rows, h, stride_b, stride_n, BLOCK: t
 
 
 @triton.jit
-def _starts_kernel(seq_lens, roots, rows, out_lens, out_roots):
+def _starts_kernel(seq_lens, roots, rows, out_lens, out_roots, PDL: tl.constexpr):
+    wait_for_others(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     tl.store(out_lens + request, tl.load(seq_lens + row))
@@ -70,7 +73,7 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     (bs, num_rows), h, block = index.shape, values.shape[2], 1024
     out = torch.empty(bs, num_rows, h, dtype=values.dtype, device=values.device)
     _gather_kernel[(bs * num_rows, triton.cdiv(h, block))](
-        values, index.contiguous(), out, num_rows, h, values.stride(0), values.stride(1), BLOCK=block
+        values, index.contiguous(), out, num_rows, h, values.stride(0), values.stride(1), BLOCK=block, **early()
     )
     return out
 
@@ -78,7 +81,7 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def starts(seq_lens: torch.Tensor, roots: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """seq_lens and roots [num_rows] int64 of `rows` [bs] int64. Twin: `seq_lens[rows], roots[rows]`."""
     out_lens, out_roots = torch.empty_like(rows), torch.empty_like(rows)
-    _starts_kernel[(len(rows),)](seq_lens, roots, rows, out_lens, out_roots, num_warps=1)
+    _starts_kernel[(len(rows),)](seq_lens, roots, rows, out_lens, out_roots, num_warps=1, **early())
     return out_lens, out_roots
 
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.relaunch import early, wait_for_others
 from specdec.backends.triton.round.walk import VerifyOutput
 
 
@@ -28,7 +29,9 @@ def _trim_kernel(
     NUM_STOPS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_STOPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_others(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     c, s = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_STOPS)
@@ -66,7 +69,9 @@ def _emit_kernel(
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     MOVES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_others(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     c = tl.arange(0, BLOCK_W)
@@ -114,6 +119,7 @@ def trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, rem
         BLOCK_W=triton.next_power_of_2(width),
         BLOCK_STOPS=triton.next_power_of_2(stop_ids.shape[1]),
         num_warps=1,
+        **early(),
     )
     return out_index, out_lens, out_tokens, out_invalid
 
@@ -149,5 +155,6 @@ def emit(
         BLOCK_W=triton.next_power_of_2(width),
         MOVES=moves,
         num_warps=1,
+        **early(),
     )
     return out

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.relaunch import early, wait_for_others
 from specdec.backends.triton.round.path import (
     VerifyOutput,
     empty_notes,
@@ -37,7 +38,9 @@ def _greedy_kernel(
     W: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_others(PDL)
     request = tl.program_id(0).to(tl.int64)
     n, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
     is_node = n < D
@@ -147,7 +150,7 @@ def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Ten
     best, target = row_max(logits.flatten(0, 1))
     verified, shape = empty_output(tokens, num_steps)
     _greedy_kernel[(tokens.shape[0],)](
-        best, target, tokens.contiguous(), parents.contiguous(), *verified, **shape, num_warps=1
+        best, target, tokens.contiguous(), parents.contiguous(), *verified, **shape, num_warps=1, **early()
     )
     return verified
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.relaunch import early, wait_for_others
 from specdec.backends.triton.sampling.keys import index_of, order_key, value_of
 
 _LOWEST = tl.constexpr(-(1 << 63))
@@ -70,7 +71,8 @@ def _row_kernel(
 
 
 @triton.jit(do_not_specialize=["vocab", "num_chunks"])
-def _chunk_max_kernel(logits, maxima, places, vocab, num_chunks, stride, BLOCK: tl.constexpr):
+def _chunk_max_kernel(logits, maxima, places, vocab, num_chunks, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_others(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
@@ -80,7 +82,18 @@ def _chunk_max_kernel(logits, maxima, places, vocab, num_chunks, stride, BLOCK: 
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _row_max_kernel(maxima, places, names, values, tokens, num_chunks, BLOCK_C: tl.constexpr, HAS_NAMES: tl.constexpr):
+def _row_max_kernel(
+    maxima,
+    places,
+    names,
+    values,
+    tokens,
+    num_chunks,
+    BLOCK_C: tl.constexpr,
+    HAS_NAMES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     is_chunk = c < num_chunks
@@ -109,7 +122,9 @@ def row_max(logits: torch.Tensor, names: torch.Tensor | None = None) -> tuple[to
     places = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     values = torch.empty(num_rows, dtype=torch.float32, device=device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    _chunk_max_kernel[(num_rows, num_chunks)](logits, maxima, places, vocab, num_chunks, logits.stride(0), BLOCK=block)
+    _chunk_max_kernel[(num_rows, num_chunks)](
+        logits, maxima, places, vocab, num_chunks, logits.stride(0), BLOCK=block, **early()
+    )
     _row_max_kernel[(num_rows,)](
         maxima,
         places,
@@ -120,6 +135,7 @@ def row_max(logits: torch.Tensor, names: torch.Tensor | None = None) -> tuple[to
         BLOCK_C=triton.next_power_of_2(num_chunks),
         HAS_NAMES=names is not None,
         num_warps=1,
+        **early(),
     )
     return values, tokens
 
