@@ -43,7 +43,7 @@ def _uniform_kernel(
     WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_others(PDL)
+    wait_for_others(PDL, False)
     request = tl.program_id(0).to(tl.int64)
     prefix = tl.load(prefix_lens + request)
     i = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)

@@ -96,16 +96,18 @@ def follows_early(num_rows: int = 1) -> bool:
 
 
 def early() -> dict[str, bool]:
-    """Arguments of a launch whose kernel begins with `wait_for_others(PDL)`."""
+    """Arguments of a launch whose kernel begins with `wait_for_others(PDL, ...)`."""
     is_early = follows_early()
     return {"PDL": is_early, "launch_pdl": is_early}
 
 
 @triton.jit
-def wait_for_others(PDL: tl.constexpr):
-    """Let the next kernel start, and wait until the ones before have ended."""
+def wait_for_others(PDL: tl.constexpr, LEADS: tl.constexpr):
+    """Wait until the kernels before have ended. LEADS: the next one may start: it waits, too, since it is ours, or
+    starts later anyway; not where a library's, such as cuBLAS's, may follow."""
     if PDL:
-        gdc_launch_dependents()
+        if LEADS:
+            gdc_launch_dependents()
         gdc_wait()
 
 

@@ -24,7 +24,7 @@ def _chain_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_others(PDL)
+    wait_for_others(PDL, True)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_N)
     is_node = node < NUM_NODES

@@ -24,7 +24,7 @@ def _impose_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_others(PDL)
+    wait_for_others(PDL, True)
     request = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_W)
     rate = tl.load(rates + c, mask=c < W - 1, other=-1.0)

@@ -12,7 +12,7 @@ from specdec.core.cache.pool import KVPool
 
 @triton.jit(do_not_specialize=["num_rows", "h"])
 def _gather_kernel(values, index, out, num_rows, h, stride_b, stride_n, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    wait_for_others(PDL)
+    wait_for_others(PDL, False)
     row = tl.program_id(0).to(tl.int64)
     source = tl.maximum(tl.load(index + row), 0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -22,7 +22,7 @@ def _gather_kernel(values, index, out, num_rows, h, stride_b, stride_n, BLOCK: t
 
 @triton.jit
 def _starts_kernel(seq_lens, roots, rows, out_lens, out_roots, PDL: tl.constexpr):
-    wait_for_others(PDL)
+    wait_for_others(PDL, True)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     tl.store(out_lens + request, tl.load(seq_lens + row))

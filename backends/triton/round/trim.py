@@ -31,7 +31,7 @@ def _trim_kernel(
     BLOCK_STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_others(PDL)
+    wait_for_others(PDL, True)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     c, s = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_STOPS)
@@ -71,7 +71,7 @@ def _emit_kernel(
     MOVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_others(PDL)
+    wait_for_others(PDL, False)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     c = tl.arange(0, BLOCK_W)

@@ -40,7 +40,7 @@ def _greedy_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_others(PDL)
+    wait_for_others(PDL, True)
     request = tl.program_id(0).to(tl.int64)
     n, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
     is_node = n < D

@@ -72,7 +72,7 @@ def _row_kernel(
 
 @triton.jit(do_not_specialize=["vocab", "num_chunks"])
 def _chunk_max_kernel(logits, maxima, places, vocab, num_chunks, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    wait_for_others(PDL)
+    wait_for_others(PDL, True)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
@@ -93,7 +93,7 @@ def _row_max_kernel(
     HAS_NAMES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_others(PDL)
+    wait_for_others(PDL, False)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     is_chunk = c < num_chunks
