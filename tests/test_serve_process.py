@@ -67,9 +67,19 @@ def test_errors_arrive_as_what_they_are_or_by_their_words(error):
     assert (type(sent) is type(error) and str(sent) == str(error)) or repr(error) in str(sent)
 
 
-def test_a_server_that_is_busy_gets_what_has_come_meanwhile_together(engine):
+def test_a_server_that_is_busy_gets_what_has_come_meanwhile_together(engine, monkeypatch):
     """Nothing but answers is sent until it is ready; then all tokens so far come at once."""
+    queued, submit = [], engine._core.submit
+    monkeypatch.setattr(
+        engine._core, "submit", lambda requests, **how: (queued.extend(requests), submit(requests, **how))
+    )
+
+    async def until_all_have_ended():
+        while len(queued) < 2 or any(request.finish_reason is None for request in queued):
+            await asyncio.sleep(0.01)
+
     expected = engine.generate([[5, 6], [7, 8, 9]], max_new_tokens=12, ignore_eos=True).tokens
+    queued.clear()
 
     async def ask():
         ours, theirs = socket.socketpair()
@@ -80,7 +90,7 @@ def test_a_server_that_is_busy_gets_what_has_come_meanwhile_together(engine):
             messages = aiter(channel)
             number, made, error = await anext(messages)
             assert (number, error) == (3, None) and len(made) == 2
-            await asyncio.to_thread(assert_free, engine)
+            await asyncio.wait_for(until_all_have_ended(), 30)
             for wrong in (("start", ([[5] * 600], {}, True)), ("start", ([[5]], {"top_p": 7}, True))):
                 channel.send((4, *wrong))
                 number, _, error = await anext(messages)
@@ -120,6 +130,13 @@ def test_an_address_that_is_taken_is_named():
         other.bind(("127.0.0.1", 0))
         with pytest.raises(ValueError, match=r"--host 127.0.0.1 --port \d+: Address already in use"):
             front.ApiServer("127.0.0.1", other.getsockname()[1])
+
+
+def test_a_process_that_cannot_serve_says_why(engine, tmp_path, capfd):
+    with front.ApiServer("127.0.0.1", 0) as server, pytest.raises(ValueError, match=r"did not start.* status 1"):
+        server.start(engine, "tiny", max_waiting=2, grace=0.0, log=tmp_path / "none" / "log")
+    assert "specdec serve: " in (said := capfd.readouterr().err) and "No such file" in said and "Traceback" not in said
+    assert_free(engine)
 
 
 def test_a_process_that_is_killed_leaves_the_engine_free(engine):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,10 +43,11 @@ class ApiServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._address[1]}"
         self._channel, theirs = socket.socketpair()
         fds = (listener.fileno(), theirs.fileno())
-        # no device: it would hold memory there; no signal but those that it is sent: Ctrl-C goes to whole groups
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "specdec.tools.serve.front", *map(str, fds)]
-        self._process = subprocess.Popen(command, pass_fds=fds, env=os.environ | path, start_new_session=True)
+        # No device: it would hold memory there. No signal but those that it is sent: Ctrl-C goes to whole groups.
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-P", "-m", "specdec.tools.serve.front", *map(str, fds)]
+        self._process = subprocess.Popen(command, pass_fds=fds, env=env, start_new_session=True)
         listener.close()
         theirs.close()
         self._at_end = ExitStack()
@@ -57,14 +58,19 @@ class ApiServer:
         return self._process.pid
 
     def start(self, engine: Engine, name: str, **options: Any) -> None:
-        """Serve `engine` as model `name`, with options of `served`; returns once it accepts connections."""
-        self._channel.sendall(packed((Facts.of(engine), name, options)))
+        """Serve `engine` as model `name`, with options of `served`; returns once it accepts connections.
+
+        ValueError if the process ends before, which has said why.
+        """
+        with suppress(ConnectionError):  # it has ended
+            self._channel.sendall(packed((Facts.of(engine), name, options)))
         self._at_end.enter_context(hosted(engine, self._channel))
         while self._process.poll() is None:
             try:
                 return socket.create_connection(self._address).close()
             except ConnectionRefusedError:
                 time.sleep(0.05)
+        raise ValueError(f"the API server did not start: its process ended with status {self._process.returncode}")
 
     def wait(self) -> int:
         """Return the exit status of the process, once it ends: not 0 if it failed."""
@@ -132,7 +138,10 @@ def main() -> None:
         facts, name, options = received(channel)
     except EOFError:  # the engine could not be made
         return
-    served(listener, channel, facts, name, **options)
+    try:
+        served(listener, channel, facts, name, **options)
+    except (ValueError, OSError) as error:  # the name of an adapter, a log that cannot be written
+        sys.exit(f"specdec serve: {error}")
 
 
 if __name__ == "__main__":
