@@ -96,7 +96,7 @@ def test_a_server_that_is_busy_gets_what_has_come_meanwhile_together(engine, mon
                 number, _, error = await anext(messages)
                 assert number == 4 and isinstance(error, ValueError)
             channel.send((0, "ready", ()))
-            news = await anext(messages)
+            news = [host.News(*one) for one in await anext(messages)]
             await channel.close()
         return news
 

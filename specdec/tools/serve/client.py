@@ -196,10 +196,10 @@ class EngineClient:
             for call in self._calls.values():
                 call.fail(_gone())
 
-    def _tell(self, news: Sequence[News]) -> None:
+    def _tell(self, news: Sequence[tuple[Any, ...]]) -> None:
         """Wake who waits for texts, and afterwards ask for more."""
         began = time.thread_time()
-        for one in news:
+        for one in map(News._make, news):
             if (call := self._calls.get(one.number)) is not None:  # else its client has left
                 call.tell(one)
         self._loop.call_soon(self._relax, began)  # behind the tasks

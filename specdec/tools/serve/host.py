@@ -80,8 +80,8 @@ class HostedCall(Call):
 class EngineHost:
     """Serves one API server at the other end of `sock`, in an event loop of its own.
 
-    It asks by (number, method, arguments), and gets (number, answer, error). Tokens come as lists of News, one after it
-    has said "ready": a server that is busy gets what has come meanwhile together.
+    It asks by (number, method, arguments), and gets (number, answer, error). Tokens come as lists of what `News` has,
+    one after it has said "ready": a server that is busy gets what has come meanwhile together.
     """
 
     def __init__(self, engine: Engine, sock: socket.socket):
@@ -104,20 +104,18 @@ class EngineHost:
 
     async def _serve(self) -> None:
         channel = await Channel.over(self._sock)
-        tasks = {asyncio.create_task(self._send_news(channel))}
         try:
-            async for number, method, arguments in channel:
-                if method == "ready":
-                    self._is_awaited.set()
-                elif method == "end":
-                    self._end(number)
-                else:
-                    task = asyncio.create_task(self._answer(channel, number, method, arguments))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+            async with asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(self._send_news(channel))
+                async for number, method, arguments in channel:
+                    if method == "ready":
+                        self._is_awaited.set()
+                    elif method == "end":
+                        self._end(number)
+                    else:
+                        tasks.create_task(self._answer(channel, number, method, arguments))
+                sending.cancel()
         finally:
-            for task in tasks:
-                task.cancel()
             for number in list(self._calls):
                 self._end(number)
             await channel.close()
@@ -146,7 +144,7 @@ class EngineHost:
                     self._end(call.number)
             if news:
                 self._is_awaited.clear()
-                channel.send(news)
+                channel.send([tuple(one) for one in news])  # pickled in a sixth of the time
 
     def _end(self, number: int) -> None:
         """Forget a call; what is left of it gives back its rows and pages after the current step."""
