@@ -174,6 +174,8 @@ def test_poison_in_padding_changes_nothing(shape):
                 t[core.config.dummy_row] = float("nan")
         for runner in core.graphs.runners.values():
             for t in runner._buffers.tensors.values():
+                if t is core.graphs.rows:  # rounds have no copy of what is in its front
+                    t = t[len(core.launcher._batch.requests) :]
                 t.fill_(float("nan") if t.is_floating_point() else True if t.dtype is torch.bool else 1 << 40)
         step()
 

@@ -88,11 +88,6 @@ class Intake:
         finally:
             self._num_coming -= count
 
-    def check_open(self) -> None:
-        """Raise Closing if no text may join."""
-        if not self.is_open:
-            raise Closing("the server is shutting down")
-
     async def follow(self, call: TextCall, gone: Callable[[], Awaitable[None]]) -> AsyncGenerator[StreamPiece, None]:
         """Yield an empty piece at once, then the pieces of the texts of `call`, a choice each, until all have ended.
 
@@ -104,7 +99,8 @@ class Intake:
         num_given = [0] * len(call.texts)  # tokens whose log-probabilities have been handed out
         left = dict(enumerate(call.texts))
         try:
-            self.check_open()
+            if not self.is_open:
+                raise Closing("the server is shutting down")
             yield StreamPiece(0, "", None)
             while left:
                 await call.wait()
