@@ -562,7 +562,7 @@ def test_an_engine_that_is_detached(tiny):
 
 def test_the_command_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "specdec.tools.serve.front", raising=False)  # imported before, with it
+    monkeypatch.delitem(sys.modules, "specdec.tools.serve.api_server", raising=False)  # imported before, with it
     with pytest.raises(ValueError, match=r"uvicorn.*pip install 'specdec-toolkit\[serve\]'"):
         serve_command(target="no such target")
 

@@ -14,7 +14,7 @@ from tests.test_serve import long, tiny_model
 from tests.test_text import TOKENIZER
 
 httpx = pytest.importorskip("httpx")
-front = pytest.importorskip("specdec.tools.serve.front")
+api_server = pytest.importorskip("specdec.tools.serve.api_server")
 host = pytest.importorskip("specdec.tools.serve.host")
 client = pytest.importorskip("specdec.tools.serve.client")
 
@@ -96,19 +96,19 @@ def test_a_server_that_is_busy_gets_what_has_come_meanwhile_together(engine, mon
                 number, _, error = await anext(messages)
                 assert number == 4 and isinstance(error, ValueError)
             channel.send((0, "ready", ()))
-            news = [host.News(*one) for one in await anext(messages)]
+            updates = [host.Update(*one) for one in await anext(messages)]
             await channel.close()
-        return news
+        return updates
 
-    news = asyncio.run(ask())
-    assert [(n.number, n.choice, n.finish_reason) for n in news] == [(3, 0, "length"), (3, 1, "length")]
-    assert [n.tokens for n in news] == expected
+    updates = asyncio.run(ask())
+    assert [(n.number, n.choice, n.finish_reason) for n in updates] == [(3, 0, "length"), (3, 1, "length")]
+    assert [n.tokens for n in updates] == expected
 
 
 def test_texts_of_an_engine_that_is_gone_end_with_an_error(engine):
     async def ask():
         ours, theirs = socket.socketpair()
-        asked = client.EngineClient(client.Facts.of(engine), is_polite=False)
+        asked = client.EngineClient(client.Facts.of(engine), rests=False)
         lost = asyncio.Event()
         await asked.connect(ours, lost.set)
         call = client.TextCall(9)
@@ -129,18 +129,18 @@ def test_an_address_that_is_taken_is_named():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         with pytest.raises(ValueError, match=r"--host 127.0.0.1 --port \d+: Address already in use"):
-            front.ApiServer("127.0.0.1", other.getsockname()[1])
+            api_server.ApiServer("127.0.0.1", other.getsockname()[1])
 
 
 def test_a_process_that_cannot_serve_says_why(engine, tmp_path, capfd):
-    with front.ApiServer("127.0.0.1", 0) as server, pytest.raises(ValueError, match=r"did not start.* status 1"):
+    with api_server.ApiServer("127.0.0.1", 0) as server, pytest.raises(ValueError, match=r"did not start.* status 1"):
         server.start(engine, "tiny", max_waiting=2, grace=0.0, log=tmp_path / "none" / "log")
     assert "specdec serve: " in (said := capfd.readouterr().err) and "No such file" in said and "Traceback" not in said
     assert_free(engine)
 
 
 def test_a_process_that_is_killed_leaves_the_engine_free(engine):
-    with front.ApiServer("127.0.0.1", 0) as server:
+    with api_server.ApiServer("127.0.0.1", 0) as server:
         server.start(engine, "tiny", max_waiting=2, grace=0.0, log_level="critical")
         answer = httpx.post(f"{server.url}/v1/completions", json=long(max_tokens=5), timeout=60)
         expected = engine.generate([[5, 6, 7]], max_new_tokens=5, ignore_eos=True).texts
@@ -154,6 +154,6 @@ def test_a_process_that_is_killed_leaves_the_engine_free(engine):
 
 
 def test_a_process_whose_engine_is_gone_ends(engine):
-    with front.ApiServer("127.0.0.1", 0) as server:
+    with api_server.ApiServer("127.0.0.1", 0) as server:
         server._channel.close()  # as by attach that fails
         assert server.wait() == 0

@@ -48,7 +48,7 @@ class BenchServe(WithDraft, Recorded):
     def run(self) -> None:
         try:
             from specdec.tools.measure import load
-            from specdec.tools.serve.front import ApiServer
+            from specdec.tools.serve.api_server import ApiServer
         except ImportError as error:
             raise ValueError(f"{error.name} is missing: pip install 'specdec-toolkit[bench,serve]'") from error
 

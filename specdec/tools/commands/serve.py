@@ -70,7 +70,7 @@ class Serve(WithDraft):
 
     def run(self) -> None:
         try:
-            from specdec.tools.serve.front import SIGNALS, ApiServer
+            from specdec.tools.serve.api_server import SIGNALS, ApiServer
         except ImportError as error:
             raise ValueError(f"{error.name} is missing: pip install 'specdec-toolkit[serve]'") from error
 
@@ -91,9 +91,7 @@ class Serve(WithDraft):
                     log=self.log,
                     api_key=self.api_key,
                     allowed_origins=listed(self.allowed_origins) if self.allowed_origins else (),
-                    allowed_hosts=LOOPBACK
-                    if self.allowed_hosts is None and self.host in LOOPBACK
-                    else self.allowed_hosts,
+                    allowed_hosts=self.allowed_hosts or (LOOPBACK if self.host in LOOPBACK else None),
                 )
                 for line in (f"{engine_line(engine)}; {server.url}/v1", drafting.note):
                     if line:

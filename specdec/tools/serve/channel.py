@@ -47,15 +47,8 @@ def packed(message: Any) -> bytes:
 
 
 def received(sock: socket.socket) -> Any:
-    """Return the next message of a socket without an event loop; EOFError once the other side is gone."""
-    with sock.makefile("rb", buffering=0) as file:
-        return pickle.loads(_exactly(file, LENGTH.unpack(_exactly(file, LENGTH.size))[0]))
-
-
-def _exactly(file: Any, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (part := file.read(count - len(data))):
-            raise EOFError
-        data += part
-    return data
+    """Return the next message of a socket without an event loop, behind which there is none yet; EOFError if the other
+    side is gone."""
+    with sock.makefile("rb") as file:
+        file.read(LENGTH.size)
+        return pickle.load(file)

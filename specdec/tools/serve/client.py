@@ -13,14 +13,12 @@ from typing import Any
 
 from specdec.api import Engine
 from specdec.core.config import EngineConfig
+from specdec.core.engine.calls import LONGEST_REST, REST
 from specdec.core.errors import DetachedError
 from specdec.core.outputs import TokenLogprob
 from specdec.core.text.detokenizer import Detokenizer
 from specdec.tools.serve.channel import Channel
-from specdec.tools.serve.host import Load, News
-
-REST = 2.0  # seconds that the event loop leaves to an engine beside it for each that it has taken
-LONGEST_REST = 0.02  # seconds
+from specdec.tools.serve.host import Load, Update
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,11 @@ class Text:
     finish_reason: str | None = None
     num_cached: int = 0
 
-    def take(self, news: News) -> None:
+    def take(self, update: Update) -> None:
         """Append what has come."""
-        self.tokens += news.tokens
-        self.logprobs += news.logprobs
-        self.finish_reason, self.num_cached = news.finish_reason, news.num_cached
+        self.tokens += update.tokens
+        self.logprobs += update.logprobs
+        self.finish_reason, self.num_cached = update.finish_reason, update.num_cached
 
     def read(self) -> str:
         """Return the text that has become certain since the last call; all the rest once it is finished."""
@@ -79,45 +77,45 @@ class TextCall:
         self.number = number
         self.texts: list[Text] = []
         self._error: Exception | None = None
-        self._news: list[News] = []  # which may come before the texts are known
-        self._has_news = asyncio.Event()
+        self._updates: list[Update] = []  # which may come before the texts are known
+        self._has_updates = asyncio.Event()
 
     @property
     def left(self) -> list[Text]:
         """Texts that are not finished."""
         return [text for text in self.texts if text.finish_reason is None]
 
-    def tell(self, news: News) -> None:
+    def tell(self, update: Update) -> None:
         """Note what has come."""
-        self._news.append(news)
-        self._has_news.set()
+        self._updates.append(update)
+        self._has_updates.set()
 
     def fail(self, error: Exception) -> None:
         """Make the next `wait` raise `error`."""
         self._error = error
-        self._has_news.set()
+        self._has_updates.set()
 
     async def wait(self) -> None:
-        """Return once texts have got more since the last call; raise the error that ended them."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        news, self._news = self._news, []
-        for one in news:
-            if one.error is not None:
-                raise one.error
-            self.texts[one.choice].take(one)
+        """Return once texts have got tokens since the last call; raise the error that ended them."""
+        await self._has_updates.wait()
+        self._has_updates.clear()
+        updates, self._updates = self._updates, []
+        for update in updates:
+            if update.error is not None:
+                raise update.error
+            self.texts[update.choice].take(update)
         if self._error is not None:
             raise self._error
 
 
 class EngineClient:
-    """Asks the engine at the other end of a socket, from one event loop. is_polite: it rests in proportion to the time
-    that it takes for texts, since the engine steps in this process, or on this CPU."""
+    """Asks the engine at the other end of a socket, from one event loop. rests: the loop does, in proportion to
+    the time that it takes for texts, since the engine steps in this process, or on this CPU."""
 
-    def __init__(self, facts: Facts, is_polite: bool):
+    def __init__(self, facts: Facts, rests: bool):
         self.config, self.tokenizer, self.processor = facts.config, facts.tokenizer, facts.processor
         self.facts = facts
-        self._rest = REST if is_polite else 0.0
+        self._rest = REST if rests else 0.0
         self._numbers = count(1)
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._calls: dict[int, TextCall] = {}
@@ -196,12 +194,12 @@ class EngineClient:
             for call in self._calls.values():
                 call.fail(_gone())
 
-    def _tell(self, news: Sequence[tuple[Any, ...]]) -> None:
+    def _tell(self, updates: Sequence[tuple[Any, ...]]) -> None:
         """Wake who waits for texts, and afterwards ask for more."""
         began = time.thread_time()
-        for one in map(News._make, news):
-            if (call := self._calls.get(one.number)) is not None:  # else its client has left
-                call.tell(one)
+        for update in map(Update._make, updates):
+            if (call := self._calls.get(update.number)) is not None:  # else its client has left
+                call.tell(update)
         self._loop.call_soon(self._relax, began)  # behind the tasks
 
     def _relax(self, began: float) -> None:

@@ -27,8 +27,8 @@ class Made(NamedTuple):
     stop_strings: tuple[str, ...]
 
 
-class News(NamedTuple):
-    """What has come for a choice of a call, since the last news of it. error: what has ended the whole call."""
+class Update(NamedTuple):
+    """New tokens of a choice of a call. error: what has ended the whole call."""
 
     number: int
     choice: int = 0
@@ -49,28 +49,28 @@ class Load(NamedTuple):
 
 
 class HostedCall(Call):
-    """A call whose news are the host's."""
+    """A call whose updates the host sends."""
 
     def __init__(self, host: "EngineHost", number: int, requests: Sequence[Request], wants_tokens: bool):
         super().__init__(host.core.calls, requests, wants_tokens)
-        self.number, self.wants_tokens, self._host = number, wants_tokens, host
-        self.unsaid = dict(enumerate(requests))  # whose ends have not been told
-        self._num_told = [0] * len(requests)
+        self.number, self._host = number, host
+        self._unfinished = dict(enumerate(requests))  # whose ends have not been sent
+        self._num_sent = [0] * len(requests)
 
-    def news(self) -> Iterator[News]:
-        """Yield what has come for each choice."""
-        for choice, request in list(self.unsaid.items()):
+    def updates(self) -> Iterator[Update]:
+        """Yield what each choice has got since the last call."""
+        for choice, request in list(self._unfinished.items()):
             reason = request.finish_reason  # first: a thread steps meanwhile
-            if reason is None and not self.wants_tokens:
+            if reason is None and not self._wants_tokens:
                 continue
-            start = self._num_told[choice]
+            start = self._num_sent[choice]
             tokens = request.tokens[start:]
             scores = (request.logprobs or [])[start : start + len(tokens)]
-            self._num_told[choice] += len(tokens)
+            self._num_sent[choice] += len(tokens)
             if reason:
-                del self.unsaid[choice]
+                del self._unfinished[choice]
             if reason or tokens:
-                yield News(self.number, choice, tokens, scores, reason, request.num_cached)
+                yield Update(self.number, choice, tokens, scores, reason, request.num_cached)
 
     def _tell(self) -> None:
         self._host.changed[self] = None
@@ -80,8 +80,8 @@ class HostedCall(Call):
 class EngineHost:
     """Serves one API server at the other end of `sock`, in an event loop of its own.
 
-    It asks by (number, method, arguments), and gets (number, answer, error). Tokens come as lists of what `News` has,
-    one after it has said "ready": a server that is busy gets what has come meanwhile together.
+    It asks by (number, method, arguments), and gets (number, answer, error). Tokens come as lists of what `Update`
+    has, one after it has said "ready": a server that is busy gets what has come meanwhile together.
     """
 
     def __init__(self, engine: Engine, sock: socket.socket):
@@ -106,7 +106,7 @@ class EngineHost:
         channel = await Channel.over(self._sock)
         try:
             async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(self._send_news(channel))
+                sending = tasks.create_task(self._send_updates(channel))
                 async for number, method, arguments in channel:
                     if method == "ready":
                         self._is_awaited.set()
@@ -127,24 +127,24 @@ class EngineHost:
             answer, error = None, portable(raised)
         channel.send((number, answer, error))
 
-    async def _send_news(self, channel: Channel) -> None:
+    async def _send_updates(self, channel: Channel) -> None:
         while True:
             await self._is_awaited.wait()
             await self.core.calls.wait(self)
-            news: list[News] = []
+            updates: list[Update] = []
             while self.changed:
                 call, _ = self.changed.popitem()
                 try:
                     call.take()
-                    news += call.news()
+                    updates += call.updates()
                 except Exception as error:
-                    news.append(News(call.number, error=portable(error)))
+                    updates.append(Update(call.number, error=portable(error)))
                     self._end(call.number)
                 if call.is_over:
                     self._end(call.number)
-            if news:
+            if updates:
                 self._is_awaited.clear()
-                channel.send([tuple(one) for one in news])  # pickled in a sixth of the time
+                channel.send([tuple(one) for one in updates])  # pickled in a sixth of the time
 
     def _end(self, number: int) -> None:
         """Forget a call; what is left of it gives back its rows and pages after the current step."""

@@ -48,7 +48,7 @@ def build_app(engine: Engine, name: str, max_waiting: int = 256, **options: Any)
         with hosted(engine, its):
             yield own
 
-    return app_of(EngineClient(Facts.of(engine), is_polite=True), connected, name, max_waiting, **options)
+    return app_of(EngineClient(Facts.of(engine), rests=True), connected, name, max_waiting, **options)
 
 
 def app_of(

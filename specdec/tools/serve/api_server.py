@@ -6,8 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,7 +45,7 @@ class ApiServer:
         # No device: it would hold memory there. No signal but those that it is sent: Ctrl-C goes to whole groups.
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-P", "-m", "specdec.tools.serve.front", *map(str, fds)]
+        command = [sys.executable, "-P", "-m", "specdec.tools.serve.api_server", *map(str, fds)]
         self._process = subprocess.Popen(command, pass_fds=fds, env=env, start_new_session=True)
         listener.close()
         theirs.close()
@@ -106,10 +105,6 @@ def served(
     """Serve until a signal comes, or the engine's process is gone. grace: seconds that running requests have then; log:
     file to append to; options: those of `app_of`."""
 
-    @contextmanager
-    def connected() -> Iterator[socket.socket]:
-        yield channel
-
     def leave() -> None:
         server.should_exit = True
 
@@ -120,8 +115,8 @@ def served(
 
     with ExitStack() as until_the_end:
         file = None if log is None else until_the_end.enter_context(log.open("a", encoding="utf-8"))
-        client = EngineClient(facts, is_polite=facts.device_type == "cpu")
-        app = app_of(client, connected, name, max_waiting, log=file, on_lost=leave, **options)
+        client = EngineClient(facts, rests=facts.device_type == "cpu")
+        app = app_of(client, lambda: nullcontext(channel), name, max_waiting, log=file, on_lost=leave, **options)
         # Requests that end after `grace` get an error; the server's own limit, which cuts connections, is later.
         limit = int(grace) + 3
         server = Server(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=limit))
