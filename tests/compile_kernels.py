@@ -226,6 +226,7 @@ def products_and_norms() -> None:
     for x in (rows, rows[:, :576].half(), rows.view(3, 64, 128)[:, :8], rows[:, :35]):
         norms.rms_norm(x, rows[0, : x.shape[-1]], 1e-5, 1.0, True)
         norms.add_rms_norm(x, x, rows[0, : x.shape[-1]], 1e-5, 0.0, False)
+    norms.gated_rms_norm(rows[:, :4096].view(-1, 128), rows[:, 8:4104].view(3, 32, 128), rows[0, :128], 1e-5)
     if driver.active.get_current_target().arch >= 89:
         for by_row in (False, True):
             norms.add_rms_norm_fp8(rows[:, :4096], rows[:, :4096], rows[0, :4096], 1e-5, 0.0, False, by_row)
@@ -234,12 +235,15 @@ def products_and_norms() -> None:
 
 def choices_of_routers() -> None:
     """One warp a row, and four; sums of what is chosen."""
-    from specdec.backends.triton.experts.choices import top_scores, weighted_sum
+    from specdec.backends.triton.experts.choices import experts_rms_norm, top_scores, weighted_sum
 
     for num, dtype in ((256, torch.float32), (512, torch.bfloat16), (1000, torch.float32)):
         for softmax in ("", "all", "chosen"):
             top_scores(torch.zeros(3, num, dtype=dtype), 8, softmax, torch.bfloat16)
         weighted_sum(torch.zeros(3 * 8, num, dtype=dtype), torch.zeros(3, 8), torch.bfloat16)
+    x = torch.zeros(3 * 8, 2048, dtype=torch.bfloat16)
+    for gate in (None, x[:3, :1]):
+        experts_rms_norm(x, x[:3, :8], None if gate is None else x[:3], gate, x[:3], x[0], 1e-6, 1.0, True)
 
 
 def recurrent_layers() -> None:
@@ -274,13 +278,13 @@ def recurrent_layers() -> None:
                 continue  # like 0 and 3
             if isinstance(spec, ConvSpec):
                 x = torch.zeros(t, spec.channels, dtype=torch.bfloat16)
-                pool.conv(x, x.new_zeros(spec.channels, spec.kernel), x[0] if i == 6 else None, i, plan)
+                pool.conv(x, x.new_zeros(spec.channels, spec.kernel), x[0] if i == 6 else None, i, plan, i == 6)
                 continue
             q, v = torch.zeros(t, spec.key_heads, spec.k_dim), torch.zeros(t, spec.heads, spec.v_dim)
             q, g = q.bfloat16(), torch.zeros(t, *spec.decay_shape)
             v = v.bfloat16() if spec.decay == "key" else v  # as models have it
             beta = v[:, :, 0] if spec.is_corrected else None
-            pool.scan(ScanInputs(q, q, v, g, beta, pool.layers[i].rates), i, plan)
+            pool.scan(ScanInputs(q, q, v, g, beta, pool.layers[i].rates, 0.1 if i < 2 else None), i, plan)
     pool.committer(None)(table, rows, lens, torch.zeros(2, 5, dtype=torch.int64))
 
 

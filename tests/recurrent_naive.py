@@ -7,34 +7,40 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.recurrent import recurrent_scope
-from specdec.backends.recurrent.state_pool import ScanInputs
+from specdec.backends.recurrent.state_pool import EPS, ScanInputs
 from specdec.reach.targets.admission.recording import Recorder
 
 
 class Naive(Recorder):
     """Records calls, and computes them."""
 
-    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int, is_silu: bool = False
+    ) -> torch.Tensor:
         super().conv(x, weight, bias, layer_id)
         channels, kernel = weight.shape
         padded = F.pad(x.transpose(0, 1), (kernel - 1, 0)).unsqueeze(0)
-        return F.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)[0].transpose(0, 1)
+        out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)[0].transpose(0, 1)
+        return F.silu(out) if is_silu else out
 
     def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         super().scan(inputs, layer_id)
-        q, k, v, g, beta, rates = inputs
+        q, k, v, g, beta, rates, scale = inputs
         copies = v.shape[1] // k.shape[1]
-        q, k = (t.float().repeat_interleave(copies, 1) for t in (q, k))
+        q, k, values, factor = *(t.float().repeat_interleave(copies, 1) for t in (q, k)), v.float(), 1.0
+        if scale is not None:  # keys stay as they are: what is written under a unit is written under its key
+            of_q, c = (torch.rsqrt((t * t).sum(-1, keepdim=True) + EPS) for t in (q, k))
+            factor, values, beta = scale * of_q, values / c, beta.float() * (c * c).squeeze(-1)
         decays = _decays(g.float(), rates)
         state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
         out = []
-        for t, u in enumerate(v.float()):
+        for t, u in enumerate(values):
             state = state * decays[t]
             if beta is not None:
                 u = (u - _read(state, k[t])) * beta[t].float().unsqueeze(-1)
             state = state + k[t].unsqueeze(2) * u.unsqueeze(1)
             out.append(_read(state, q[t]))
-        return torch.stack(out).to(v.dtype)
+        return (torch.stack(out) * factor).to(v.dtype)
 
     @property
     def order(self) -> list[int]:

@@ -16,13 +16,20 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import specdec
 from specdec.backends import grouped_linear
 from specdec.backends.experts import grouped_linear_twin
-from specdec.backends.experts.choices import top_scores, top_scores_twin, weighted_sum, weighted_sum_twin
+from specdec.backends.experts.choices import (
+    experts_rms_norm_twin,
+    top_scores,
+    top_scores_twin,
+    weighted_sum,
+    weighted_sum_twin,
+)
 from specdec.backends.experts.quantised import grouped_mxfp4, pack_mxfp4
 from specdec.backends.gates import ACTIVATIONS
 from specdec.backends.library import RUN
 from specdec.backends.linear import wide_linear
 from specdec.backends.triton.experts import choices
 from specdec.backends.triton.experts import products as kernels
+from specdec.backends.triton.linear import norms
 from specdec.reach.targets.adapters.experts import Experts, experts_forward
 from specdec.reach.targets.compiling.routers import take_over_choices
 from tests.early_starts import check_early_starts
@@ -125,7 +132,7 @@ def test_every_tile_equals_the_twin(monkeypatch):
     """On few rows, which each of them takes; numbers of experts decide in use."""
     monkeypatch.setattr(kernels, "SCANNED", 0)
     sizes = [(2, 227 << 10), (2, 99 << 10), (4, 99 << 10)]  # of elements, and of shared memory
-    tiles = {kernels.tiling(average * 8, 8, *size) for average in (1, 50) for size in sizes}
+    tiles = {kernels.tiling(average * 8, 8, 70, *size) for average in (1, 50) for size in sizes}
     x, *given = case((21, 2, 150, 70), torch.float16, False, False, num_experts=2)
     for tile in tiles:
         monkeypatch.setattr(kernels, "tiling", lambda *_, tile=tile: tile)
@@ -164,7 +171,7 @@ def test_k_is_summed_in_order_and_never_split_for_any_number_of_rows():
     ids = torch.randint(2, (600, 1), generator=random)
     assert not summed_in_order(x, ids, weight, 2 * part).equal(summed_in_order(x, ids, weight, part)), "splits differ"
     for rows in (1, 2, 16, 17, 60, 600):
-        tile = kernels.tiling(rows, 2, 2, 227 << 10)
+        tile = kernels.tiling(rows, 2, x.shape[1], 2, 227 << 10)
         expected = summed_in_order(x[:rows], ids[:rows], weight, tile.k)
         assert kernels.grouped_linear(x[:rows], ids[:rows], weight, None, False).equal(expected)
 
@@ -361,6 +368,28 @@ def test_weighted_sums_equal_their_twin_and_are_in_the_order_of_choices(dtypes):
     ones = torch.ones(1, 3, dtype=weights_dtype, device=DEVICE)
     for sums in (choices.weighted_sum, weighted_sum_twin):  # the second is lost beside the first
         assert [float(sums(terms[order], ones, torch.float32)) for order in ([0, 1, 2], [0, 2, 1])] == [0.0, 2.0**-12]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("is_shared", "is_gated"), [(False, False), (True, False), (True, True)])
+def test_norms_of_what_experts_give_equal_their_twin_and_the_ops_they_replace(is_shared, is_gated, dtype):
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random).to(DEVICE, dtype)
+
+    rows, weights, residual, scale = normal(5 * 3, 300), normal(5, 3), normal(1, 5, 300), normal(300)
+    shared, gate = normal(5, 300), normal(5, 9)[:, 4:5]
+    given = rows, weights, shared if is_shared else None, gate if is_gated else None, residual, scale, 1e-3, 1.0, True
+    ours, twin = choices.experts_rms_norm(*given), experts_rms_norm_twin(*given)
+    for found, expected in zip(ours, twin, strict=True):
+        assert found.shape == residual.shape and (found - expected).norm() <= 0.01 * expected.norm()
+    total = choices.weighted_sum(rows, weights, dtype)
+    if is_shared:
+        total = total + (gate.sigmoid() * shared if is_gated else shared)
+    apart = norms.add_rms_norm(total.view_as(residual), residual, scale, 1e-3, 1.0, True)
+    if dtype != torch.bfloat16 or DEVICE.type == "cuda":  # the interpreter truncates where torch rounds
+        assert all(torch.equal(a, b) for a, b in zip(ours, apart, strict=True))
 
 
 def make_graph(fn, x):

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.backends import linear as ops
 from specdec.backends.gates import ACTIVATIONS
-from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
+from specdec.backends.linear.reference import add_rms_norm_twin, gated_rms_norm_twin, product_twin, rms_norm_twin
 from specdec.backends.triton.linear import cublas, gates, norms, products, tiles
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 from tests.early_starts import check_early_starts
@@ -139,6 +139,18 @@ def test_norms_equal_their_twins_and_rows_alone_equal_rows_together(offset, is_l
         assert norms.rms_norm(total, *settings).equal(normed)
         for rows in (1, 2, 5):
             assert norms.rms_norm(total[:rows], *settings).equal(normed[:rows])
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+def test_gated_norms_equal_their_twin_whatever_the_strides_of_the_gate(dtype):
+    joined = random(2, 3, 7 * 16, dtype=dtype)
+    gate, x, weight = joined[..., 16:80].view(2, 3, 4, 16), random(24, 16, dtype=dtype), random(16, dtype=dtype)
+    ours = norms.gated_rms_norm(x, gate, weight, 1e-3)
+    assert_close(ours, gated_rms_norm_twin(x, gate, weight, 1e-3), steps=3)
+    assert norms.gated_rms_norm(x, gate.contiguous(), weight, 1e-3).equal(ours)
+    assert norms.gated_rms_norm(x[:4].contiguous(), gate[:1, :1], weight, 1e-3).equal(ours[:4])
+    flat = gate.transpose(1, 2)
+    assert_close(norms.gated_rms_norm(x, flat, weight, 1e-3), gated_rms_norm_twin(x, flat, weight, 1e-3), steps=3)
 
 
 def test_norms_read_strided_heads_in_place():

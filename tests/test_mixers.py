@@ -54,8 +54,8 @@ def no_grad():
 class Trivial:
     """Answers as if nothing were remembered."""
 
-    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
-        return x.clone()
+    def conv(self, x, weight, bias, layer_id, is_silu=False):
+        return F.silu(x) if is_silu else x.clone()
 
     def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         return inputs.v.clone()
@@ -133,14 +133,14 @@ class Packed:
 
     sizes = (20, 3, 14)
 
-    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
-        return torch.cat([Naive().conv(part, weight, bias, layer_id) for part in x.split(self.sizes)])
+    def conv(self, x, weight, bias, layer_id, is_silu=False):
+        return torch.cat([Naive().conv(part, weight, bias, layer_id, is_silu) for part in x.split(self.sizes)])
 
     def scan(self, inputs, layer_id):
-        *tensors, beta, rates = inputs
+        *tensors, beta, rates, scale = inputs
         betas = [None] * len(self.sizes) if beta is None else beta.split(self.sizes)
         parts = zip(*(t.split(self.sizes) for t in tensors), betas, strict=True)
-        return torch.cat([Naive().scan(ScanInputs(*part, rates), layer_id) for part in parts])
+        return torch.cat([Naive().scan(ScanInputs(*part, rates, scale), layer_id) for part in parts])
 
     @classmethod
     def attend(cls, module, q, k, v, attention_mask=None, scaling=None, **kwargs):

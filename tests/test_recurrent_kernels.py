@@ -5,12 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.recurrent import StateScope, conv, recurrent_scope, scan
 from specdec.backends.recurrent.reference import TORCH_RECURRENT
-from specdec.backends.recurrent.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
+from specdec.backends.recurrent.state_pool import EPS, ConvSpec, ScanInputs, ScanSpec, StatePool
 from specdec.backends.triton.recurrent import chunks
 from specdec.backends.triton.recurrent import scan as scan_kernels
 from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
@@ -30,7 +31,10 @@ KINDS = {
     "conv 2": ConvSpec(7, 2),
     "conv 3": ConvSpec(7, 3),
     "conv 4": ConvSpec(9, 4),
+    "delta of units": ScanSpec(4, 4, 6, 11, "head", is_corrected=True),
+    "delta by key of units": ScanSpec(2, 1, 8, 4, "key", is_corrected=True),
 }
+GIVEN = {"delta of units": 2, "delta by key of units": 1}  # heads of queries and keys, which are to be made units
 # Parents of the nodes of two trees; the second tree comes in two forwards.
 TREES = ([-1, 0, 0, 1, 1, 2], [-1, 0, 0, 2, 1, 2, 3, 0])
 
@@ -40,8 +44,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class NaiveScan:
     """The recurrence as it is written down, a token at a time, fp64."""
 
-    def __init__(self, spec, random, strength=1.0):
-        self.spec, self.random, self.strength = spec, random, strength
+    def __init__(self, spec, random, strength=1.0, given=None):
+        self.spec, self.random, self.strength, self.given = spec, random, strength, given
         self.rates = (
             -torch.rand(spec.heads, spec.k_dim, spec.v_dim, generator=random) if spec.decay == "state" else None
         )
@@ -52,15 +56,20 @@ class NaiveScan:
     def inputs(self, num):
         """q, k, v, g, beta or None, by token."""
         s = self.spec
-        q, k = torch.randn(2, num, s.key_heads, s.k_dim, generator=self.random)
+        q, k = torch.randn(2, num, self.given or s.key_heads, s.k_dim, generator=self.random)
         g = torch.rand(num, *s.decay_shape, generator=self.random) * self.strength
         beta = torch.rand(num, s.heads, generator=self.random) if s.is_corrected else None
         v = torch.randn(num, s.heads, s.v_dim, generator=self.random)
+        if self.given:
+            return q, k * 3, v, -g, beta
         return q * s.k_dim**-0.5, k / k.norm(dim=-1, keepdim=True), v, g if s.decay == "state" else -g, beta
 
     def step(self, state, token):
         q, k, v, g, beta = (None if t is None else t.double() for t in token)
-        groups = self.spec.heads // self.spec.key_heads
+        groups = self.spec.heads // q.shape[0]
+        if self.given:
+            q, k = (x / (x.square().sum(-1, keepdim=True) + EPS).sqrt() for x in (q, k))
+            q = q * self.spec.k_dim**-0.5
         q, k = q.repeat_interleave(groups, 0), k.repeat_interleave(groups, 0)
         decay = {"head": lambda: g[:, None, None], "key": lambda: g[:, :, None]}.get(
             self.spec.decay, lambda: self.rates.double() * g[:, None, :]
@@ -72,13 +81,14 @@ class NaiveScan:
 
     def run(self, layer_id, inputs):
         q, k, v, g, beta = (None if t is None else strided(t.to(DEVICE)) for t in inputs)
-        return scan(q, k, v, layer_id, g, beta, None if self.rates is None else strided(self.rates.to(DEVICE)))
+        rates = None if self.rates is None else strided(self.rates.to(DEVICE))
+        return scan(q, k, v, layer_id, g, beta, rates, self.spec.k_dim**-0.5 if self.given else None)
 
 
 class NaiveConv:
-    """The last inputs, as a list."""
+    """The last inputs, as a list; the longest convolution has SiLU behind it."""
 
-    def __init__(self, spec, random, strength=1.0):
+    def __init__(self, spec, random, strength=1.0, given=None):
         self.spec, self.random = spec, random
         self.weight = torch.randn(spec.channels, spec.kernel, generator=random)
         self.bias = torch.randn(spec.channels, generator=random) if spec.kernel > 2 else None
@@ -92,11 +102,13 @@ class NaiveConv:
     def step(self, state, token):
         window = torch.cat([state, token[0].double().unsqueeze(0)])
         y = (window * self.weight.double().T).sum(0)
-        return window[1:], y if self.bias is None else y + self.bias.double()
+        y = y if self.bias is None else y + self.bias.double()
+        return window[1:], F.silu(y) if self.spec.kernel == 4 else y
 
     def run(self, layer_id, inputs):
         x = inputs[0].to(DEVICE).T.contiguous().T
-        return conv(x, self.weight.to(DEVICE), None if self.bias is None else self.bias.to(DEVICE), layer_id)
+        bias = None if self.bias is None else self.bias.to(DEVICE)
+        return conv(x, self.weight.to(DEVICE), bias, layer_id, self.spec.kernel == 4)
 
 
 def strided(x):
@@ -109,7 +121,7 @@ class Session:
 
     def __init__(self, kind, ops, strength=1.0, dtype=torch.float32, tolerance=2e-5, max_tail=MAX_TAIL):
         spec, random = KINDS[kind], torch.Generator().manual_seed(len(kind))
-        self.naive = (NaiveConv if isinstance(spec, ConvSpec) else NaiveScan)(spec, random, strength)
+        self.naive = (NaiveConv if isinstance(spec, ConvSpec) else NaiveScan)(spec, random, strength, GIVEN.get(kind))
         self.random, self.dtype, self.tolerance = random, dtype, tolerance
         other = ScanSpec(1, 1, 2, 2, "head", is_corrected=False)
         self.pool = StatePool([other, ConvSpec(3, 2), spec, spec], NUM_ROWS, max_tail, torch.float32, DEVICE, ops)
@@ -387,12 +399,15 @@ REAL = {
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("scale", [None, 128**-0.5])
 @pytest.mark.parametrize("strength", [1.0, WEAK])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", REAL)
-def test_real_sizes_equal_the_twin(kind, dtype, strength):
+def test_real_sizes_equal_the_twin(kind, dtype, strength, scale):
     """What is compiled depends on sizes; q and k as models in 16 bits and in fp32 give them."""
     spec = REAL[kind]
+    if scale is not None and not spec.is_corrected:
+        pytest.skip("no units")
     inputs = NaiveScan(spec, torch.Generator(), strength).inputs(200)
     q, k, v, g, beta = (None if t is None else t.to(DEVICE) for t in inputs)
     rates = -torch.rand(1, 16, 4096, device=DEVICE) if spec.decay == "state" else None
@@ -402,7 +417,7 @@ def test_real_sizes_equal_the_twin(kind, dtype, strength):
     outs, states = [], []
     for ops in (TRITON_RECURRENT, TORCH_RECURRENT):
         pool = StatePool([spec], 3, 4, dtype, DEVICE, ops)
-        outs.append(pool.scan(ScanInputs(q.to(dtype), k.to(dtype), v, g, beta, rates), 0, metadata))
+        outs.append(pool.scan(ScanInputs(q.to(dtype), k.to(dtype), v, g, beta, rates, scale), 0, metadata))
         states.append(pool.layers[0].state[:2])
     for ours, theirs in (outs, states):
         assert (ours - theirs).norm() <= 2e-5 * theirs.norm()

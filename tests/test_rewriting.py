@@ -14,6 +14,7 @@ from specdec.graphs.compile.trace import trace
 from specdec.reach.targets.compiling.checked import rewrite, trace_checked
 from specdec.reach.targets.compiling.target import _subject
 from specdec.reach.targets.hf import HFTarget
+from specdec.tools.measure.shapes import make_target
 from tests.heads import random_draft
 from tests.tiny_models import tiny_model
 
@@ -25,8 +26,8 @@ EXPECTED = {
     "qwen3": (12, 4, 1, 8, 1),  # norms of heads go to attention, as in Gemma 3
     "gemma2": (12, 4, 9, 8, 1),
     "gemma3": (12, 4, 9, 8, 2),
-    "gpt_oss": (12, 0, 1, 8, 1),
-    "qwen3_moe": (12, 0, 1, 8, 1),
+    "gpt_oss": (12, 0, 1, 4, 1),  # of experts' sums four more, as below
+    "qwen3_moe": (12, 0, 1, 4, 1),
 }
 
 
@@ -60,6 +61,23 @@ def test_layers_are_of_our_ops(name, flat):
     ((found, covered),) = flat
     assert found == EXPECTED[name]
     assert all(covered), "no layer of these needs a compiler"
+
+
+def test_hybrids_with_experts_have_no_ops_of_others_around_their_recurrence(monkeypatch):
+    """Three layers of four are recurrent, with two key heads for four heads; every layer has a shared expert."""
+    graphs = []
+    cut = pieces.cut
+    monkeypatch.setattr("specdec.graphs.compile.trace.cut", lambda graph, at: graphs.append(graph) or cut(graph, at))
+    target = HFTarget(make_target("tiny-hybrid", "cpu").bfloat16())
+    config = EngineConfig(compile=True, compiler="eager")
+    trace_checked(_subject(target, config), config, target.device).release()
+    nodes = list(graphs[0].graph.nodes)
+    found = Counter(str(node.target).split(".")[1] for node in nodes if "specdec." in str(node.target))
+    num_layers = len(target.spec.layers) + found["scan"]
+    assert found["scan"] == found["conv"] == found["gated_rms_norm"] > 0
+    assert found["experts_rms_norm"] == found["top_scores"] == num_layers and not found["weighted_sum"]
+    assert all(n.args[4] for n in nodes if n.target is torch.ops.specdec.conv.default), "with their SiLU"
+    assert not [n for n in nodes if n.target == "repeat_interleave"]
 
 
 @pytest.mark.parametrize("algo", ["eagle", "eagle3"])

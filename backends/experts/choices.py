@@ -1,4 +1,4 @@
-"""`specdec::top_scores` and `weighted_sum`: which experts a token chooses, and the sum of what they give.
+"""`specdec::top_scores`, `weighted_sum`: which experts a token chooses, and the sum of what they give; and its norm.
 
 A row's bits depend on that row alone. Traces call `top_scores` for `torch.topk`, which sorts, with two launches and
 more, and for the softmax before or after it.
@@ -8,6 +8,7 @@ import torch
 
 from specdec.backends.experts import has_triton
 from specdec.backends.library import op
+from specdec.backends.linear.reference import add_rms_norm_twin
 
 MOST_SCORES, MOST_CHOSEN = 1024, 32  # of a row
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,3 +80,55 @@ def weighted_sum_twin(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dt
     for j in range(1, weights.shape[1]):
         total = total + products[:, j].float()
     return total.to(dtype)
+
+
+@op(
+    "experts_rms_norm(Tensor rows, Tensor weights, Tensor? shared, Tensor? gate, Tensor residual, Tensor scale, "
+    "float eps, float offset, bool is_late) -> (Tensor, Tensor)",
+    lambda rows, weights, shared, gate, residual, *_: (
+        residual.new_empty(residual.shape),
+        residual.new_empty(residual.shape),
+    ),
+)
+def experts_rms_norm(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `add_rms_norm` of what experts give, their `weighted_sum` plus sigmoid(gate) * shared, and `residual`.
+
+    shared: [T, h] of shared experts, gate: [T, 1], left out if None. residual: [..., h], T tokens. Rounded after every
+    step, as the ops are that this one replaces.
+    """
+    from specdec.backends.linear import has_kernels
+
+    arguments = rows, weights, shared, gate, residual, scale, eps, offset, is_late
+    if not has_kernels(residual) or rows.dtype != residual.dtype:
+        return experts_rms_norm_twin(*arguments)
+    from specdec.backends.triton.experts import choices
+
+    return choices.experts_rms_norm(*arguments)
+
+
+def experts_rms_norm_twin(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `experts_rms_norm`."""
+    total = weighted_sum_twin(rows, weights, residual.dtype)
+    if shared is not None:
+        total = total + (shared if gate is None else gate.sigmoid() * shared)
+    return add_rms_norm_twin(total.view(residual.shape), residual, scale, eps, offset, is_late)

@@ -1,4 +1,4 @@
-"""`specdec::linear`, `wide_linear`, `gated_linear`, `gate`, `rms_norm`, `add_rms_norm`: a row's bits are its own.
+"""`specdec::linear`, `wide_linear`, `gated_linear`, `gate`, `rms_norm`, `add_rms_norm`, ...: a row's bits are its own.
 
 Products sum K in order and never split it; norms have one kernel for any number of rows. So plain decoding,
 verification and prefills of any batch compute the same values. Kernels of ours run them on CUDA in 16 bits, their twins
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from specdec.backends.experts import has_triton
 from specdec.backends.gates import ACTIVATIONS, gate_twin
 from specdec.backends.library import op
-from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
+from specdec.backends.linear.reference import add_rms_norm_twin, gated_rms_norm_twin, product_twin, rms_norm_twin
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 NORM_ARGUMENTS = "Tensor weight, float eps, float offset, bool is_late"
@@ -96,6 +96,19 @@ def add_rms_norm(
     from specdec.backends.triton.linear import norms
 
     return norms.add_rms_norm(x, residual, weight, eps, offset, is_late)
+
+
+@op("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor", lambda x, *_: _rows(x, x.shape[-1]))
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return `rms_norm` of x [..., H], rounded before the weight is applied, times silu(gate), in x's dtype.
+
+    gate: of x's dtype, as many rows of H as x has, in any shape. silu and the last product are computed in fp32.
+    """
+    if not has_kernels(x):
+        return gated_rms_norm_twin(x, gate, weight, eps)
+    from specdec.backends.triton.linear import norms
+
+    return norms.gated_rms_norm(x, gate, weight, eps)
 
 
 def _product(

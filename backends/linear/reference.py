@@ -38,3 +38,9 @@ def add_rms_norm_twin(
     """See `add_rms_norm`."""
     total = (x + residual).contiguous()
     return rms_norm_twin(total, weight, eps, offset, is_late), total
+
+
+def gated_rms_norm_twin(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `gated_rms_norm`."""
+    normed = rms_norm_twin(x, weight, eps, 0.0, False)
+    return (normed * F.silu(gate.reshape(x.shape).float())).to(x.dtype)

@@ -20,9 +20,11 @@ class StateScope:
     pool: StatePool
     metadata: AttentionMetadata
 
-    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int, is_silu: bool = False
+    ) -> torch.Tensor:
         """See `StatePool.conv`."""
-        return self.pool.conv(x, weight, bias, layer_id, self.metadata)
+        return self.pool.conv(x, weight, bias, layer_id, self.metadata, is_silu)
 
     def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         """See `StatePool.scan`."""
@@ -34,14 +36,21 @@ recurrent_scope, current_recurrent = _SCOPE.within, _SCOPE.find
 
 
 # State that they write is no argument of them, so a trace sees pure functions, as of `specdec::attn`.
-@op("conv(Tensor x, Tensor weight, Tensor? bias, int layer_id) -> Tensor", lambda x, *_: x.new_empty(x.shape))
-def conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
-    """Convolve x [T, C] with weight [C, K] and bias [C] along the sequences of the current scope: [T, C]."""
-    return _SCOPE.get().conv(x, weight, bias, layer_id).contiguous()
+@op(
+    "conv(Tensor x, Tensor weight, Tensor? bias, int layer_id, bool is_silu=False) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+)
+def conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int, is_silu: bool = False
+) -> torch.Tensor:
+    """Convolve x [T, C] with weight [C, K] and bias [C] along the sequences of the current scope: [T, C]; is_silu: and
+    apply SiLU to the result."""
+    return _SCOPE.get().conv(x, weight, bias, layer_id, is_silu).contiguous()
 
 
 @op(
-    "scan(Tensor q, Tensor k, Tensor v, int layer_id, Tensor g, Tensor? beta=None, Tensor? rates=None) -> Tensor",
+    "scan(Tensor q, Tensor k, Tensor v, int layer_id, Tensor g, Tensor? beta=None, Tensor? rates=None, "
+    "float? scale=None) -> Tensor",
     lambda q, k, v, *_: v.new_empty(v.shape),
 )
 def scan(
@@ -52,6 +61,7 @@ def scan(
     g: torch.Tensor,
     beta: torch.Tensor | None = None,
     rates: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Run a layer's recurrence along the sequences of the current scope, see `StatePool.scan`: [T, heads, v_dim]."""
-    return _SCOPE.get().scan(ScanInputs(q, k, v, g, beta, rates), layer_id).contiguous()
+    return _SCOPE.get().scan(ScanInputs(q, k, v, g, beta, rates, scale), layer_id).contiguous()

@@ -92,9 +92,9 @@ def _answers(
 
 
 def _call(spec: RecurrentSpec, dtype: torch.dtype, random: torch.Generator) -> Call:
-    """Return what runs random inputs: a convolution with a bias and without, in turn, since specs do not say which; or
-    the recurrence, q and k in the model's dtype, the rest in fp32, as models have it; with decays by element of the
-    state, all of it.
+    """Return what runs random inputs: a convolution with a bias, and without one but with SiLU, in turn, since specs do
+    not say which; or the recurrence, q and k in the model's dtype, and v of corrected ones, the rest in fp32, as models
+    have it; with decays by element of the state, all of it.
 
     Paces of decays are from 1 to a thousandth: some heads forget at once, some remember everything.
     """
@@ -111,7 +111,8 @@ def _call(spec: RecurrentSpec, dtype: torch.dtype, random: torch.Generator) -> C
 
         def conv(pool: StatePool, metadata: AttentionMetadata) -> torch.Tensor:
             x = normal(metadata.positions.shape[0], spec.channels).to(dtype)
-            return pool.conv(x, weight, next(biases), 0, metadata)
+            bias = next(biases)
+            return pool.conv(x, weight, bias, 0, metadata, is_silu=bias is None)
 
         return conv
 
@@ -127,10 +128,11 @@ def _call(spec: RecurrentSpec, dtype: torch.dtype, random: torch.Generator) -> C
         inputs = ScanInputs(
             q=q.to(of_keys),
             k=k.to(of_keys),
-            v=normal(num, spec.heads, spec.v_dim),
+            v=normal(num, spec.heads, spec.v_dim).to(dtype if spec.is_corrected else torch.float32),
             g=steps if is_by_element else -steps,
             beta=uniform(num, spec.heads) if spec.is_corrected else None,
             rates=rates,
+            scale=spec.k_dim**-0.5 if spec.is_corrected else None,
         )
         return pool.scan(inputs, 0, metadata)
 

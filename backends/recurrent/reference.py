@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from specdec.backends.recurrent.state_pool import (
+    EPS,
     ConvLayer,
     RecurrentLayer,
     RecurrentOps,
@@ -52,15 +54,21 @@ def from_start(state: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
 
 
 def _convolve(
-    windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, is_silu: bool
 ) -> torch.Tensor:
     """Windows [..., kernel, C], weight [C, kernel]."""
     y = (windows.float() * weight.float().T).sum(-2)
-    return (y if bias is None else y + bias.float()).to(dtype)
+    y = (y if bias is None else y + bias.float()).to(dtype)
+    return F.silu(y) if is_silu else y
 
 
 def conv_tail(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    layer: ConvLayer,
+    metadata: AttentionMetadata,
+    is_silu: bool = False,
 ) -> torch.Tensor:
     """See `StatePool.conv`: x is stored in the tails, and windows reach along paths into the state."""
     m, kernel = metadata, layer.spec.kernel
@@ -76,20 +84,30 @@ def conv_tail(
     depth = visible.sum(2, keepdim=True)
     index = torch.where(back < depth, is_it.int().argmax(3) + kernel - 1, (kernel - 2 + depth - back).clamp(min=0))
     windows = inputs[requests.view(-1, 1, 1), index]
-    return _convolve(windows, weight, bias, x.dtype).view(x.shape)
+    return _convolve(windows, weight, bias, x.dtype, is_silu).view(x.shape)
 
 
 def conv_step(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    layer: ConvLayer,
+    metadata: AttentionMetadata,
+    is_silu: bool = False,
 ) -> torch.Tensor:
     """See `StatePool.conv`: a tail of one node, which is folded at once."""
-    out = conv_tail(x, weight, bias, layer, metadata)
+    out = conv_tail(x, weight, bias, layer, metadata, is_silu)
     _fold_conv(layer, metadata.rows, metadata.prefix_lens, torch.zeros_like(metadata.rows).unsqueeze(1))
     return out
 
 
 def conv_extend(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    layer: ConvLayer,
+    metadata: AttentionMetadata,
+    is_silu: bool = False,
 ) -> torch.Tensor:
     """See `StatePool.conv`: windows reach back into the row's state, which then holds the last inputs."""
     m, kept = metadata, layer.spec.kernel - 1
@@ -106,7 +124,7 @@ def conv_extend(
     request = owners.clamp(max=m.num_reqs - 1).unsqueeze(1)
     places = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     windows = inputs_at(request, places + torch.arange(-kept, 1, device=x.device))
-    y = _convolve(windows, weight, bias, x.dtype)
+    y = _convolve(windows, weight, bias, x.dtype, is_silu)
     requests = torch.arange(m.num_reqs, device=x.device).unsqueeze(1)
     newest = inputs_at(requests, end.unsqueeze(1) + torch.arange(-kept, 0, device=x.device))
     layer.state[m.rows] = torch.where((end > begin).view(-1, 1, 1), newest, layer.state[m.rows])
@@ -116,6 +134,23 @@ def conv_extend(
 def _heads(spec: ScanSpec, x: torch.Tensor) -> torch.Tensor:
     """Repeat key heads for the heads that share them: [bs, n, key_heads, k_dim] -> [bs, n, heads, k_dim], fp32."""
     return x.float().repeat_interleave(spec.heads // spec.key_heads, 2)
+
+
+def _units(spec: ScanSpec, inputs: ScanInputs) -> tuple[ScanInputs, torch.Tensor | float]:
+    """Return inputs whose q and k need not be made units, with a key head each, and the factors of their outputs
+    [T, heads, 1].
+
+    With c k for k, u = beta (v - S^T c k) writes what c u = beta c^2 (v / c - S^T k) writes under k.
+    """
+    q, k, v, g, beta, rates, scale = inputs
+    q, k = (x.repeat_interleave(spec.key_heads // x.shape[1], 1) for x in (q, k))
+    if scale is None:
+        return ScanInputs(q, k, v, g, beta, rates), 1.0
+    assert beta is not None
+    c, of_q = (
+        torch.rsqrt(x.float().square().sum(-1) + EPS).repeat_interleave(spec.heads // spec.key_heads, 1) for x in (k, q)
+    )
+    return ScanInputs(q, k, v.float() / c.unsqueeze(-1), g, beta * c * c), (scale * of_q).unsqueeze(-1)
 
 
 def _decays(spec: ScanSpec, cum: torch.Tensor, rates: torch.Tensor | None) -> torch.Tensor:
@@ -235,16 +270,17 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
     first = m.tail_len - m.q_len
     old = Nodes(*(t[m.rows, :first] for t in (layer.k, layer.u, layer.g)))
     tokens = torch.arange(m.num_reqs * m.q_len, device=m.rows.device).view(m.num_reqs, m.q_len)
-    batch = _taken(inputs, tokens, _keep_rates(inputs.rates, layer))
+    given, factors = _units(spec, inputs)
+    batch = _taken(given, tokens, _keep_rates(inputs.rates, layer))
     state = from_start(layer.state[m.rows], m.prefix_lens)
     out, new = run_nodes(spec, batch, state, old, visible_nodes(m))
     for tail, value in zip((layer.k, layer.u, layer.g), new, strict=True):
         tail[m.rows.unsqueeze(1), torch.arange(first, m.tail_len, device=tail.device)] = value
-    return out.reshape(inputs.v.shape).to(inputs.v.dtype)
+    return (out.reshape(inputs.v.shape) * factors).to(inputs.v.dtype)
 
 
 def _taken(inputs: ScanInputs, tokens: torch.Tensor, rates: torch.Tensor | None) -> ScanInputs:
-    q, k, v, g, beta, _ = inputs
+    q, k, v, g, beta, *_ = inputs
     return ScanInputs(q[tokens], k[tokens], v[tokens], g[tokens], None if beta is None else beta[tokens], rates)
 
 
@@ -265,19 +301,20 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
     rates, device, num_tokens = _keep_rates(inputs.rates, layer), m.rows.device, inputs.v.shape[0]
     begin, end = m.qo_indptr[:-1, None].long(), m.qo_indptr[1:, None].long()
     state = from_start(layer.state[m.rows], m.prefix_lens)
-    out = inputs.v.new_zeros(num_tokens + 1, *inputs.v.shape[1:])  # the last takes what is no token
+    given, factors = _units(spec, inputs)
+    out = layer.state.new_zeros(num_tokens + 1, *inputs.v.shape[1:])  # the last takes what is no token
     size = min(CHUNK[spec.decay], m.q_len)
     causal = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(m.num_reqs, -1, -1)
     empty = Nodes(*(t[m.rows, :0] for t in (layer.k, layer.u, layer.g)))
     for first in range(0, m.q_len, size):
         place = begin + first + torch.arange(size, device=device)
         num = (end - begin - first).clamp(0, size).squeeze(1)
-        chunk = _taken(inputs, place.clamp(max=num_tokens - 1), rates)
+        chunk = _taken(given, place.clamp(max=num_tokens - 1), rates)
         found, nodes = run_nodes(spec, chunk, state, empty, causal)
-        out[torch.where(place < end, place, num_tokens)] = found.to(out.dtype)
+        out[torch.where(place < end, place, num_tokens)] = found
         state = fold_nodes(spec, state, nodes, num, rates)
     layer.state[m.rows] = torch.where((end > begin).view(-1, 1, 1, 1), state, layer.state[m.rows])
-    return out[:-1]
+    return (out[:-1] * factors).to(inputs.v.dtype)
 
 
 def _fold_conv(layer: ConvLayer, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:

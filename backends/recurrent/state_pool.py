@@ -81,7 +81,9 @@ RecurrentLayer = ConvLayer | ScanLayer
 class ScanInputs(NamedTuple):
     """q, k [T, key_heads, k_dim], v [T, heads, v_dim], g [T, *decay_shape], beta [T, heads] of corrected ones.
 
-    rates: see `ScanLayer`. Any float dtype, any strides. q comes scaled, and q and k normalised.
+    rates: see `ScanLayer`. Any float dtype, any strides. q and k may have fewer heads, of which each serves several.
+    scale: of queries, where q and k are to be made units: q / |q| * scale and k / |k| are meant, with EPS added to
+    squares of |q| and |k|. None: they come so.
     """
 
     q: torch.Tensor
@@ -90,9 +92,11 @@ class ScanInputs(NamedTuple):
     g: torch.Tensor
     beta: torch.Tensor | None = None
     rates: torch.Tensor | None = None
+    scale: float | None = None
 
 
-Conv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ConvLayer, AttentionMetadata], torch.Tensor]
+EPS = 1e-6  # of the norms of queries and keys, as transformers has it
+Conv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ConvLayer, AttentionMetadata, bool], torch.Tensor]
 Scan = Callable[[ScanInputs, ScanLayer, AttentionMetadata], torch.Tensor]
 Op = TypeVar("Op", Conv, Scan)
 
@@ -149,15 +153,17 @@ class StatePool(LayerState):
         bias: torch.Tensor | None,
         layer_id: int,
         metadata: AttentionMetadata,
+        is_silu: bool = False,
     ) -> torch.Tensor:
         """Convolve x [T, channels] with weight [channels, kernel] and add bias [channels]: [T, channels].
 
         y[t, c] = bias[c] + sum_j weight[c, j] * window[j, c]; the window is the last inputs ending with t, on t's path.
+        is_silu: return silu(y), of y rounded to x's dtype.
         """
         layer = self.layers[layer_id]
         assert isinstance(layer, ConvLayer), f"layer {layer_id} is {type(layer).__name__}"
         of_mode = {ForwardMode.EXTEND: self.ops.conv_extend, ForwardMode.DECODE: self.ops.conv_step}
-        return self._pick(of_mode, self.ops.conv_tail, metadata)(x, weight, bias, layer, metadata)
+        return self._pick(of_mode, self.ops.conv_tail, metadata)(x, weight, bias, layer, metadata, is_silu)
 
     def scan(self, inputs: ScanInputs, layer_id: int, metadata: AttentionMetadata) -> torch.Tensor:
         """Run the recurrence over tokens, see `ScanInputs`: [T, heads, v_dim] in v's dtype.
@@ -169,6 +175,7 @@ class StatePool(LayerState):
         assert isinstance(layer, ScanLayer), f"layer {layer_id} is {type(layer).__name__}"
         assert (inputs.beta is not None) == layer.spec.is_corrected, "beta is for corrected scans, and they need it"
         assert (inputs.rates is not None) == (layer.rates is not None), "rates are for decays by element of the state"
+        assert inputs.scale is None or layer.spec.is_corrected, "units are for corrected scans"
         of_mode = {ForwardMode.EXTEND: self.ops.scan_extend, ForwardMode.DECODE: self.ops.scan_step}
         return self._pick(of_mode, self.ops.scan_tail, metadata)(inputs, layer, metadata)
 

@@ -59,8 +59,9 @@ def _unaligned(num_features: int, weight: torch.Tensor) -> int:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """Return the tensor that `node` is a view of, of the same shape and dtype: products of both are of one input."""
-    while node.op == "call_method" and node.target in ("view", "reshape"):
+    """Return the tensor that `node` is a view or a copy of, of the same shape and dtype: products of both are of one
+    input."""
+    while node.op == "call_method" and node.target in ("view", "reshape", "to"):
         source = node.args[0]
         if not isinstance(source, fx.Node) or _kind(source) != _kind(node):
             break
@@ -68,9 +69,9 @@ def viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _kind(node: fx.Node) -> tuple[torch.dtype, str]:
+def _kind(node: fx.Node) -> tuple[torch.dtype, torch.device, str]:
     value = node.meta["example_value"]
-    return value.dtype, str(tuple(value.shape))
+    return value.dtype, value.device, str(tuple(value.shape))
 
 
 class _Product(NamedTuple):

@@ -1,6 +1,8 @@
-"""Top-k of routers, a warp a row, and sums of chosen experts' results. Routers ask for eight of 256, and torch sorts.
+"""Top-k of routers, a warp a row, and sums of chosen experts' results, and norms of these.
 
-Twins: `specdec.backends.experts.choices.top_scores_twin` and `weighted_sum_twin`.
+Routers ask for eight of 256, and torch sorts.
+
+Twins: those of `specdec.backends.experts.choices`.
 """
 
 import torch
@@ -8,10 +10,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import follows_early
+from specdec.backends.triton.launch.relaunch import early, follows_early, wait_for_others
+from specdec.backends.triton.linear.norms import normalised
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
 COLUMNS = 1024  # of a program of `weighted_sum`, at most
+NORM_WARPS = 8
 
 
 @triton.jit(do_not_specialize_on_alignment=["scores", "values", "indices"])
@@ -52,6 +56,20 @@ def _top_kernel(
     tl.store(values + row * K + place, chosen.to(values.dtype.element_ty), mask=place < K)
 
 
+@triton.jit
+def _sum(rows, weights, token, h, H: tl.constexpr, K: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns h of the weighted sum of a token, fp32. ROUND: each product, to the dtype of rows."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(K):
+        weight = tl.load(weights + token * K + j).to(tl.float32)
+        row = tl.load(rows + (token * K + j) * H + h, mask=h < H, other=0.0)
+        product = row.to(tl.float32) * weight
+        if ROUND:
+            product = product.to(row.dtype).to(tl.float32)
+        total += product
+    return total
+
+
 @triton.jit(do_not_specialize_on_alignment=["rows", "weights", "out"])
 def _weighted_sum_kernel(
     rows,
@@ -63,21 +81,55 @@ def _weighted_sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A block of columns of one token. ROUND: to the dtype of rows, after each product."""
+    """A block of columns of one token; ROUND: see `_sum`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(K):
-        weight = tl.load(weights + token * K + j).to(tl.float32)
-        row = tl.load(rows + (token * K + j) * H + h, mask=h < H, other=0.0)
-        product = row.to(tl.float32) * weight
-        if ROUND:
-            product = product.to(row.dtype).to(tl.float32)
-        total += product
+    total = _sum(rows, weights, token, h, H, K, ROUND, BLOCK)
     tl.store(out + token * H + h, total.to(out.dtype.element_ty), mask=h < H)
+
+
+@triton.jit(
+    do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=["rows", "weights", "shared", "gate", "residual"]
+)
+def _experts_norm_kernel(
+    rows,
+    weights,
+    shared,
+    gate,
+    residual,
+    scale,
+    out,
+    total,
+    gate_stride,
+    eps,
+    offset,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    ROUND: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    LATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token. SHARED: with what its shared experts give; GATED: times the sigmoid of a number."""
+    wait_for_others(PDL, True)
+    token, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, inside = token * H + h, h < H
+    value = _sum(rows, weights, token, h, H, K, ROUND, BLOCK).to(out.dtype.element_ty)
+    if SHARED:
+        added = tl.load(shared + at, mask=inside, other=0.0)
+        if GATED:
+            number = tl.sigmoid(tl.load(gate + token * gate_stride).to(tl.float32)).to(added.dtype)
+            added = (added.to(tl.float32) * number.to(tl.float32)).to(added.dtype)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+    value = (value.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+    tl.store(total + at, value, mask=inside)
+    normed = normalised(value[None, :], scale, h, eps, offset, H, LATE)
+    tl.store(out + at[None, :], normed, mask=inside[None, :])
 
 
 def top_scores(
@@ -118,3 +170,29 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) 
         constants = {"H": num_columns, "K": k, "ROUND": is_rounded, "BLOCK": block, "PDL": is_early}
         _weighted_sum_kernel[grid](rows, weights, out, **constants, launch_pdl=is_early)
     return out
+
+
+def experts_rms_norm(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec.backends.experts.choices.experts_rms_norm`."""
+    rows, weights, residual = rows.contiguous(), weights.contiguous(), residual.contiguous()
+    shared = None if shared is None else shared.contiguous()
+    (num_tokens, k), H = weights.shape, rows.shape[1]
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    if num_tokens:
+        stride = 0 if gate is None else gate.stride(0)
+        constants = {"H": H, "K": k, "ROUND": torch.promote_types(rows.dtype, weights.dtype) == rows.dtype}
+        constants |= {"SHARED": shared is not None, "GATED": gate is not None, "LATE": is_late}
+        constants |= {"BLOCK": triton.next_power_of_2(H), "num_warps": NORM_WARPS, **early()}
+        args = rows, weights, shared, gate, residual, scale, out, total, stride, eps, offset
+        _experts_norm_kernel[(num_tokens,)](*args, **constants)
+    return out, total

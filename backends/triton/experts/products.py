@@ -20,6 +20,7 @@ from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
 
 SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
+FEW = 64  # of them, a power of two, too
 SCANNED_AN_EXPERT = 8  # rows on average; above, some experts would have more than a tile, and be read again for them
 PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three on tensor cores, which leave out 2^-22 of a term
 
@@ -171,16 +172,17 @@ def is_scanned(num_rows: int, num_experts: int) -> bool:
     return num_rows <= min(SCANNED, SCANNED_AN_EXPERT * num_experts)
 
 
-def tiling(num_rows: int, num_experts: int, itemsize: int, shared: int) -> ExpertTiling:
-    """Return the tile for `num_rows` rows of all experts together, of elements of `itemsize` bytes.
+def tiling(num_rows: int, num_experts: int, K: int, itemsize: int, shared: int) -> ExpertTiling:
+    """Return the tile for `num_rows` rows of all experts together, of K elements of `itemsize` bytes.
 
-    Few rows: narrow tiles, so that many programs read weights at once. Many: a tile that reuses what it has loaded, as
-    far ahead as `shared` memory has bytes for.
+    Few rows: narrow tiles, so that many programs read weights at once, where a program has much to read. Many: a tile
+    that reuses what it has loaded, as far ahead as `shared` memory has bytes for.
     """
     if itemsize > 2:  # its parts take registers: larger tiles would not fit them
         return ExpertTiling(16, 64, 32, 4, 4) if is_scanned(num_rows, num_experts) else ExpertTiling(32, 128, 32, 4, 3)
     if is_scanned(num_rows, num_experts):
-        return ExpertTiling(16, 32, 128, 4, 4)
+        is_short = num_rows <= FEW and (num_rows > 16 or K <= 1024)
+        return ExpertTiling(16, 64, 128, 4, 3) if is_short else ExpertTiling(16, 32, 128, 4, 4)
     if num_rows < 32 * num_experts:
         return ExpertTiling(32, 64, 64, 4, 4)
     loaded = (128 + 256) * 64 * itemsize
@@ -205,11 +207,11 @@ def grouped_linear(
     out = torch.empty(num_rows, num_columns // (2 if activation else 1), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile = tiling(num_rows, num_experts, x.element_size(), shared_memory(x.device))
+    tile = tiling(num_rows, num_experts, x.shape[1], x.element_size(), shared_memory(x.device))
     is_routed = not is_scanned(num_rows, num_experts)
     is_early = follows_early() and not is_routed
     order, starts = route(ids, num_experts) if is_routed else (ids, ids)
-    block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
+    block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else FEW if num_rows <= FEW else SCANNED
     num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
     _grouped_linear_kernel[(triton.cdiv(num_columns, tile.n), num_groups)](
         x,

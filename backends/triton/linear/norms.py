@@ -8,11 +8,30 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import cached_launch, follows_early, is_aligned
+from specdec.backends.triton.launch.relaunch import (
+    cached_launch,
+    early,
+    follows_early,
+    is_aligned,
+    wait_for_others,
+)
 from specdec.backends.triton.linear.rounding import quantised
 
 WIDE = 1024  # elements of a program, at least: several rows where they are short
 NUM_WARPS = 8
+
+
+@triton.jit
+def normalised(value, weight, h, eps, offset, H: tl.constexpr, LATE: tl.constexpr):
+    """Return the norms of rows `value` [ROWS, BLOCK], zeros past H, in their dtype; h: their columns."""
+    wide = value.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / H + eps)[:, None]
+    scale = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    if LATE:
+        normed = normed * (offset + scale)
+    else:
+        normed = normed.to(value.dtype).to(tl.float32) * scale
+    return normed.to(value.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner", "stride_outer", "stride_inner"])
@@ -42,7 +61,6 @@ def _norm_kernel(
 
     GROUP: of features (128, or BLOCK) that are quantised with one scale, as `fp8.quantise` does; 0: none are.
     """
-    DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (h < H)[None, :]
@@ -56,14 +74,7 @@ def _norm_kernel(
         added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         value = (value.to(tl.float32) + added).to(total.dtype.element_ty)
         tl.store(total + at, value, mask=inside)
-    wide = value.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / H + eps)[:, None]
-    scale = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
-    if LATE:
-        normed = normed * (offset + scale)
-    else:
-        normed = normed.to(DTYPE).to(tl.float32) * scale
-    normed = normed.to(DTYPE)
+    normed = normalised(value, weight, h, eps, offset, H, LATE)
     if GROUP:
         groups, of_groups = quantised(normed.to(tl.float32).reshape([ROWS, BLOCK // GROUP, GROUP]), 2)
         tl.store(out + at, groups.reshape([ROWS, BLOCK]), mask=inside)
@@ -72,6 +83,37 @@ def _norm_kernel(
         tl.store(scales + row[:, None] * tl.cdiv(H, GROUP) + g[None, :], of_groups, mask=is_group)
     else:
         tl.store(out + at, normed, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "inner", "stride_outer", "stride_inner"],
+    do_not_specialize_on_alignment=["gate"],
+)
+def _gated_norm_kernel(
+    x,
+    gate,
+    weight,
+    out,
+    num_rows,
+    inner,
+    stride_outer,
+    stride_inner,
+    eps,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows of H. Row r of gate begins at r // inner strides outer plus r % inner strides inner."""
+    wait_for_others(PDL, True)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    h = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (h < H)[None, :]
+    source, at = row // inner * stride_outer + row % inner * stride_inner, row[:, None] * H + h[None, :]
+    normed = normalised(tl.load(x + at, mask=inside, other=0.0), weight, h, eps, 0.0, H, False)
+    by = tl.load(gate + source[:, None] + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    product = normed.to(tl.float32) * (by / (1 + tl.exp(-by)))
+    tl.store(out + at, product.to(normed.dtype), mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
@@ -91,6 +133,22 @@ def add_rms_norm(
     total = torch.empty_like(x)
     rows = x.numel() // x.shape[-1], 0, x.shape[-1]
     return _launch(x, residual, rows, weight, eps, offset, is_late, total), total
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `specdec.backends.linear.gated_rms_norm`."""
+    x, rows = x.contiguous(), _strided_rows(gate)
+    if rows is None:
+        gate = gate.contiguous()
+        rows = gate.numel() // gate.shape[-1], 0, gate.shape[-1]
+    out, H = torch.empty_like(x), x.shape[-1]
+    num_rows, block = x.numel() // H, triton.next_power_of_2(H)
+    together = max(WIDE // 2 // block, 1)
+    if num_rows:
+        args = x, gate, weight, out, num_rows, *rows, eps
+        constants = {"H": H, "ROWS": together, "BLOCK": block}
+        _gated_norm_kernel[(triton.cdiv(num_rows, together),)](*args, **constants, **early())
+    return out
 
 
 def _strided_rows(x: torch.Tensor) -> tuple[int, int, int] | None:

@@ -25,6 +25,7 @@ from specdec.backends.triton.recurrent.chunk_tiles import (
     product,
     stored_product,
 )
+from specdec.backends.triton.recurrent.units import units
 from specdec.core.batch import AttentionMetadata
 
 CHUNK = {"head": 64, "key": 32}  # tokens, 16 to 256
@@ -102,11 +103,11 @@ def _states_kernel(
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"])
 def _outputs_kernel(
-    q, k, v, g, cums, qk, u, states, out, qo_indptr, num_reqs, num_tokens, first_chunk,
+    q, k, v, g, cums, qk, u, states, factors, out, qo_indptr, num_reqs, num_tokens, first_chunk,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Some values of one head of one chunk: what its queries read. Padding gets zeros."""
     slot, head = tl.program_id(0), tl.program_id(1)
@@ -148,6 +149,8 @@ def _outputs_kernel(
     else:
         given = load_tile(v + first * v_t + head * v_h, v_t, i, p, left, P).to(tl.float32)
     total = product(seen, given, total)
+    if HAS_FACTORS:
+        total *= tl.load(factors + (first + i) * H + head, mask=i < left, other=0.0)[:, None]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -173,19 +176,20 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
     """See `recurrent.reference.scan_extend`."""
     if layer.spec.decay == "state":
         return scan.scan_extend(inputs, layer, metadata)
+    dtype = inputs.v.dtype
+    inputs, factors = (inputs, None) if inputs.scale is None else units(inputs)
     is_wide = all(t.dtype == torch.float32 for t in inputs[:3])
     if not is_wide and (layer.spec.k_dim % ALIGNED or layer.spec.v_dim % ALIGNED):
-        whole = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
-        return scan_extend(whole, layer, metadata).to(inputs.v.dtype)
+        inputs = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
     m, spec, num_tokens = metadata, layer.spec, inputs.v.shape[0]
     (q, k, v, g, beta, _), strides = scan.arguments(inputs)
     of_q, of_k, of_v, of_g, of_beta = (strides[at : at + 2] for at in range(0, 10, 2))
-    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     total = triton.cdiv(num_tokens, CHUNK[spec.decay]) + m.num_reqs  # or fewer, padding included
     num_segments = triton.cdiv(total * _chunk_bytes(spec), SCRATCH)
     num_chunks = triton.cdiv(total, num_segments)
     s = _scratch(spec, num_chunks, inputs.v.device)
-    common = _constants(spec, m.num_reqs)
+    common = _constants(spec, m.num_reqs) | {"G": inputs.q.shape[1]}
     for first in range(0, total, num_chunks):
         lies = (m.qo_indptr, m.num_reqs, num_tokens, first)
         if spec.decay == "key":
@@ -206,8 +210,8 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
         )  # fmt: skip
         outputs = _blocks(spec, OUTPUTS)
         _outputs_kernel[(num_chunks, spec.heads, triton.cdiv(spec.v_dim, outputs["BLOCK_P"]))](
-            q, k, v, g, s.cums, s.qk, s.u, s.states, out, *lies, *of_q, *of_k, *of_v, *of_g,
-            CORRECTED=spec.is_corrected, **common_p, **outputs,
+            q, k, v, g, s.cums, s.qk, s.u, s.states, factors, out, *lies, *of_q, *of_k, *of_v, *of_g,
+            CORRECTED=spec.is_corrected, HAS_FACTORS=factors is not None, **common_p, **outputs,
         )  # fmt: skip
     return out
 

@@ -21,7 +21,7 @@ EXTEND = dict(BLOCK=256, BLOCK_T=16, num_warps=4)  # channels and tokens of a pr
 def _conv_tail_kernel(
     x, weight, bias, out, state, tail, rows, prefix_lens, ancestor_bits, first_node, q_len, max_tail,
     x_t, x_c, weight_c, weight_k,
-    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, WORDS: tl.constexpr,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One node: its path from itself upwards, then the row's state from its newest input on."""
@@ -57,13 +57,13 @@ def _conv_tail_kernel(
         num_old += tl.where(is_node, 0, 1)
         value = tl.where(is_own, own, tl.where(is_node, older, kept))
         total = tl.fma(value, _weight(weight, channel, KERNEL - 1 - back, weight_c, weight_k, inside), total)
-    tl.store(out + token * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * CHANNELS + channel, _finished(total, out.dtype.element_ty, SILU), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "prefix_lens"])
 def _conv_step_kernel(
     x, weight, bias, out, state, rows, prefix_lens, x_t, x_c, weight_c, weight_k,
-    CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token of a request, which becomes the newest of its row's inputs."""
     channel, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
@@ -81,7 +81,7 @@ def _conv_step_kernel(
         tl.debug_barrier()  # what one thread overwrites may be another's source
         tl.store(at, newer, mask=inside)
         newer = old
-    tl.store(out + request * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + request * CHANNELS + channel, _finished(total, out.dtype.element_ty, SILU), mask=inside)
 
 
 @triton.jit
@@ -91,6 +91,16 @@ def _first(bias, channel, inside, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
         total = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     return total
+
+
+@triton.jit
+def _finished(total, DTYPE: tl.constexpr, SILU: tl.constexpr):
+    """Round a convolution; SILU: and then its SiLU."""
+    result = total.to(DTYPE)
+    if SILU:
+        wide = result.to(tl.float32)
+        result = (wide / (1 + tl.exp(-wide))).to(DTYPE)
+    return result
 
 
 @triton.jit
@@ -104,7 +114,7 @@ def _weight(weight, channel, tap: tl.constexpr, weight_c, weight_k, inside):
 def _conv_extend_kernel(
     x, weight, bias, out, state, rows, prefix_lens, qo_indptr, num_tokens, num_reqs,
     x_t, x_c, weight_c, weight_k,
-    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T tokens of a packed prefill; padding gets zeros."""
@@ -134,7 +144,7 @@ def _conv_extend_kernel(
         weights = _weight(weight, channel, KERNEL - 1 - back, weight_c, weight_k, inside)
         total = tl.fma(value, weights[None, :], total)
     out_at = out + begin * CHANNELS + t[:, None] * CHANNELS + channel[None, :]
-    result = tl.where(is_live[:, None], total, 0.0).to(out.dtype.element_ty)
+    result = _finished(tl.where(is_live[:, None], total, 0.0), out.dtype.element_ty, SILU)
     tl.store(out_at, result, mask=(token < num_tokens)[:, None] & inside[None, :])
 
 
@@ -162,7 +172,12 @@ def _keep_inputs_kernel(
 
 
 def conv_tail(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    layer: ConvLayer,
+    metadata: AttentionMetadata,
+    is_silu: bool = False,
 ) -> torch.Tensor:
     """See `backends.recurrent.reference.conv_tail`."""
     m, spec, bits = metadata, layer.spec, metadata.ancestor_bits
@@ -185,6 +200,7 @@ def conv_tail(
         CHANNELS=spec.channels,
         KERNEL=spec.kernel,
         HAS_BIAS=bias is not None,
+        SILU=is_silu,
         WORDS=0 if bits is None else bits.shape[2],
         BLOCK_NODES=triton.next_power_of_2(m.tail_len),
         BLOCK=BLOCK_C,
@@ -194,7 +210,12 @@ def conv_tail(
 
 
 def conv_step(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    layer: ConvLayer,
+    metadata: AttentionMetadata,
+    is_silu: bool = False,
 ) -> torch.Tensor:
     """See `backends.recurrent.reference.conv_step`."""
     spec, kept = layer.spec, layer.spec.kernel - 1
@@ -212,6 +233,7 @@ def conv_step(
         CHANNELS=spec.channels,
         KEPT=kept,
         HAS_BIAS=bias is not None,
+        SILU=is_silu,
         BLOCK=BLOCK_C,
         num_warps=BLOCK_C // 32,
     )
@@ -219,7 +241,12 @@ def conv_step(
 
 
 def conv_extend(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    layer: ConvLayer,
+    metadata: AttentionMetadata,
+    is_silu: bool = False,
 ) -> torch.Tensor:
     """See `backends.recurrent.reference.conv_extend`."""
     m, spec, kept = metadata, layer.spec, layer.spec.kernel - 1
@@ -241,6 +268,7 @@ def conv_extend(
         CHANNELS=spec.channels,
         KERNEL=spec.kernel,
         HAS_BIAS=bias is not None,
+        SILU=is_silu,
         BLOCK_R=triton.next_power_of_2(m.num_reqs),
         **EXTEND,
     )

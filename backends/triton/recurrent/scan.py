@@ -43,10 +43,11 @@ def _scan_tail_kernel(
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, rates_h, rates_n, rates_p,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
     DECAY: tl.constexpr, CORRECTED: tl.constexpr, WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, GIVEN: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
+    """GIVEN: heads of q and k, of which G are stored."""
     head, request = tl.program_id(1), tl.program_id(2)
-    key_head = head // (H // G)
+    key_head, given_head = head // (H // G), head // (H // GIVEN)
     n, p = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     is_first = tl.program_id(0) == 0
     inside = (n < N)[:, None] & (p < P)
@@ -73,14 +74,14 @@ def _scan_tail_kernel(
     w = tl.arange(0, BLOCK_WORDS)
     first = request.to(tl.int64) * q_len
     q_n, k_n, v_p, gap, strength = load_token(
-        q, k, v, g, beta, first, head, key_head, n, p, q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
-        N, P, DECAY, CORRECTED,
+        q, k, v, g, beta, first, head, given_head, n, p, q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
+        N, P, DECAY, CORRECTED, SCALE,
     )  # fmt: skip
     for i in range(0, q_len):
         token = first + i
         following = load_token(  # a token ahead, so that none waits for memory
-            q, k, v, g, beta, first + tl.minimum(i + 1, q_len - 1), head, key_head, n, p,
-            q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, N, P, DECAY, CORRECTED,
+            q, k, v, g, beta, first + tl.minimum(i + 1, q_len - 1), head, given_head, n, p,
+            q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, N, P, DECAY, CORRECTED, SCALE,
         )  # fmt: skip
         node = tl.zeros([], tl.int64) + first_node + i
         if WORDS:
@@ -107,7 +108,7 @@ def _scan_tail_kernel(
                         else:  # k and log decay of this forward's nodes may not be in the tails yet
                             other = token + ancestor - node
                             step = load_decay(g + other * g_t + head * g_h, n, p, N, P, DECAY)
-                            key = tl.load(k + other * k_t + key_head * k_h + n, mask=n < N, other=0.0).to(tl.float32)
+                            key = tl.load(k + other * k_t + given_head * k_h + n, mask=n < N, other=0.0).to(tl.float32)
                             u = tl.load(tail_u + (ancestor * H + head) * P + p, mask=p < P, other=0.0)
                             current = written(decayed(current, step, rate, DECAY), key, u)
             parent = current
@@ -127,9 +128,10 @@ def _scan_extend_kernel(
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, rates_h, rates_n, rates_p,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     DECAY: tl.constexpr, CORRECTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    GIVEN: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     head, request = tl.program_id(1), tl.program_id(2)
-    key_head = head // (H // G)
+    given_head = head // (H // GIVEN)
     n, p = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     inside = (n < N)[:, None] & (p < P)
     at = (head * N + n[:, None]) * P + p
@@ -146,14 +148,14 @@ def _scan_extend_kernel(
     state_at = state + row * (H * N * P) + at
     current = tl.load(state_at, mask=inside & has_prefix, other=0.0)
     q_n, k_n, v_p, gap, strength = load_token(
-        q, k, v, g, beta, begin, head, key_head, n, p, q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
-        N, P, DECAY, CORRECTED,
+        q, k, v, g, beta, begin, head, given_head, n, p, q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
+        N, P, DECAY, CORRECTED, SCALE,
     )  # fmt: skip
     for i in range(0, (end - begin).to(tl.int32)):
         token = begin + i
         following = load_token(  # a token ahead, so that none waits for memory
-            q, k, v, g, beta, tl.minimum(token + 1, end - 1), head, key_head, n, p,
-            q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, N, P, DECAY, CORRECTED,
+            q, k, v, g, beta, tl.minimum(token + 1, end - 1), head, given_head, n, p,
+            q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, N, P, DECAY, CORRECTED, SCALE,
         )  # fmt: skip
         current, _, read = take_token(current, q_n, k_n, v_p, gap, strength, rate, DECAY, CORRECTED)
         tl.store(out + (token * H + head) * P + p, read.to(out.dtype.element_ty), mask=p < P)
@@ -185,6 +187,7 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
         WORDS=words,
         BLOCK_WORDS=triton.next_power_of_2(max(words, 1)),
         **constants(spec),
+        **_of_inputs(inputs),
     )
     return out
 
@@ -205,7 +208,16 @@ def _token_by_token(
 ) -> torch.Tensor:
     m, spec, (tensors, strides) = metadata, layer.spec, arguments(inputs)
     _scan_extend_kernel[_grid(spec, m.num_reqs)](
-        *tensors, out, layer.state, layer.rates, m.rows, m.prefix_lens, m.qo_indptr, *strides, **constants(spec)
+        *tensors,
+        out,
+        layer.state,
+        layer.rates,
+        m.rows,
+        m.prefix_lens,
+        m.qo_indptr,
+        *strides,
+        **constants(spec),
+        **_of_inputs(inputs),
     )
     return out
 
@@ -229,6 +241,11 @@ def constants(spec: ScanSpec) -> dict[str, Any]:
     )
 
 
+def _of_inputs(inputs: ScanInputs) -> dict[str, Any]:
+    """Return what the kernels of tokens are compiled for besides: how q and k are given."""
+    return {"GIVEN": inputs.q.shape[1], "SCALE": inputs.scale or 0.0}
+
+
 def width(spec: ScanSpec) -> int:
     """Return how many log decays a head has."""
     return 1 if spec.decay == "head" else spec.decay_shape[1]
@@ -240,7 +257,7 @@ def _grid(spec: ScanSpec, num_reqs: int) -> tuple[int, int, int]:
 
 def arguments(inputs: ScanInputs) -> tuple[list[torch.Tensor | None], list[int]]:
     """The tensors of `inputs`, of which the last dims of q, k, v and decays are dense, and their strides."""
-    q, k, v, g, beta, rates = inputs
+    q, k, v, g, beta, rates, _ = inputs
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     g = g if g.dim() == 2 or g.stride(2) == 1 else g.contiguous()
     strides = [s for t in (q, k, v, g) for s in t.stride()[:2]]

@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+from specdec.backends.recurrent import state_pool
+
+EPS = tl.constexpr(state_pool.EPS)
+
 
 @triton.jit
 def load_decay(at, n, p, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr):
@@ -44,12 +48,30 @@ def written(state, k_n, u):
 
 
 @triton.jit
+def as_units(k_n, v_p, strength, AXIS: tl.constexpr):
+    """Return v and beta that write under key k, along AXIS, what those given write under its unit c k: see
+    `recurrent.reference._units`."""
+    c = tl.rsqrt(tl.sum(k_n * k_n, AXIS) + EPS)
+    if AXIS == 1:
+        v_p /= c[:, None]
+    else:
+        v_p /= c
+    return v_p, strength * c * c
+
+
+@triton.jit
+def query_factor(q_n, SCALE: tl.constexpr, AXIS: tl.constexpr):
+    """Return what makes queries, along AXIS, as long as SCALE."""
+    return SCALE * tl.rsqrt(tl.sum(q_n * q_n, AXIS) + EPS)
+
+
+@triton.jit
 def load_token(
     q, k, v, g, beta, token, head, key_head, n, p,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
-    N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Load q, k [BLOCK_N], v [BLOCK_P], log decay and beta of a token (int64), fp32."""
+    """Load q, k [BLOCK_N], v [BLOCK_P], log decay and beta of a token (int64), fp32; see `as_units` for a SCALE."""
     q_n = tl.load(q + token * q_t + key_head * q_h + n, mask=n < N, other=0.0).to(tl.float32)
     k_n = tl.load(k + token * k_t + key_head * k_h + n, mask=n < N, other=0.0).to(tl.float32)
     v_p = tl.load(v + token * v_t + head * v_h + p, mask=p < P, other=0.0).to(tl.float32)
@@ -57,6 +79,9 @@ def load_token(
     strength = tl.zeros([], tl.float32)
     if CORRECTED:
         strength = tl.load(beta + token * beta_t + head * beta_h).to(tl.float32)
+    if SCALE:
+        v_p, strength = as_units(k_n, v_p, strength, 0)
+        q_n *= query_factor(q_n, SCALE, 0)
     return q_n, k_n, v_p, gap, strength
 
 

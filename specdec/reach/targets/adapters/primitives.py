@@ -15,8 +15,6 @@ from transformers.activations import ACT2FN
 
 from specdec.backends.recurrent import conv, scan
 
-EPS = 1e-6  # of the norms of queries and keys
-
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
     """Return x [1, ...] without its batch dimension."""
@@ -39,16 +37,11 @@ def _conv(
 ) -> torch.Tensor:
     """Return [1, C, T] in the dtype of hidden_states [1, C, T]; weight: [C, K], bias: [C]."""
     x = _packed(hidden_states).transpose(0, 1)
-    out = conv(x.to(weight.dtype), weight, bias, layer_id)
-    if activation is not None:
+    is_silu = activation in ("silu", "swish")
+    out = conv(x.to(weight.dtype), weight, bias, layer_id, is_silu)
+    if activation is not None and not is_silu:
         out = ACT2FN[activation](out)
     return out.to(hidden_states.dtype).transpose(0, 1).unsqueeze(0)
-
-
-def _norms(x: torch.Tensor) -> torch.Tensor:
-    """Return the inverse norms of rows of x [..., N], fp32: what makes them units."""
-    x = x.float()
-    return torch.rsqrt((x * x).sum(-1) + EPS)
 
 
 def _delta_rule(
@@ -66,20 +59,16 @@ def _delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Return [1, T, H, P] in query's dtype and no state; query, key: [1, T, G, N], value: [1, T, H, P], G divides H.
 
-    g: [1, T, H], or [1, T, H, N] for Kimi; beta: [1, T, H]. Queries and keys stay in their dtype, for cheaper
-    products: with c k for k, u = beta (v - S^T c k) writes what c u = beta c^2 (v / c - S^T k) writes under k,
-    and a query's factor is one of its output.
+    g: [1, T, H], or [1, T, H, N] for Kimi; beta: [1, T, H].
     """
     _check_stateless(initial_state, output_final_state)
     q, k, v, strength = _packed(query), _packed(key), _packed(value), _packed(beta).float()
     scale = q.shape[-1] ** -0.5
-    if not use_qk_l2norm_in_kernel:
-        return scan(q.float() * scale, k, v, layer_id, _packed(g).float(), strength).to(q.dtype).unsqueeze(0), None
-    group = v.shape[1] // k.shape[1]  # heads of values that share a key; transformers repeats keys itself until 5.22
-    c, of_query = _norms(k).repeat_interleave(group, 1), _norms(q).repeat_interleave(group, 1)
-    out = scan(q, k, v.float() / c.unsqueeze(-1), layer_id, _packed(g).float(), strength * c * c)
-    out = out * (scale * of_query).unsqueeze(-1)
-    return out.to(query.dtype).unsqueeze(0), None
+    if use_qk_l2norm_in_kernel:
+        out = scan(q, k, v, layer_id, _packed(g).float(), strength, None, scale)
+    else:
+        out = scan(q.float() * scale, k, v, layer_id, _packed(g).float(), strength)
+    return out.to(q.dtype).unsqueeze(0), None
 
 
 def _step_sizes(dt: torch.Tensor, bias: torch.Tensor | None, is_softplus: bool) -> torch.Tensor:

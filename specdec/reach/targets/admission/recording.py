@@ -172,14 +172,16 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[RecurrentCall] = []
 
-    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int, is_silu: bool = False
+    ) -> torch.Tensor:
         """See `specdec.backends.recurrent.conv`."""
         self.calls.append(RecurrentCall(layer_id, ConvSpec(*weight.shape), x.dtype))
         return torch.zeros_like(x)
 
     def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.scan`."""
-        _, k, v, g, beta, rates = inputs
+        _, k, v, g, beta, rates, _ = inputs
         decay: Decay = "state" if rates is not None else "key" if g.dim() == 3 else "head"
         spec = ScanSpec(v.shape[1], k.shape[1], k.shape[2], v.shape[2], decay, is_corrected=beta is not None)
         self.calls.append(RecurrentCall(layer_id, spec, v.dtype))

@@ -24,8 +24,9 @@ from specdec.reach.targets.compiling.matching import drop_casts
 from specdec.reach.targets.compiling.norms import take_over_norms
 from specdec.reach.targets.compiling.products import take_over_products
 from specdec.reach.targets.compiling.quantised import join_quantised, quantise_norms
+from specdec.reach.targets.compiling.recurrent import share_keys
 from specdec.reach.targets.compiling.rotation import hand_over_norms, hand_over_rotations
-from specdec.reach.targets.compiling.routers import take_over_choices
+from specdec.reach.targets.compiling.routers import hand_over_sums, take_over_choices
 from specdec.reach.targets.compiling.tables import take_over_tables
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
     drop_casts(graph)
     hand_over_rotations(graph, ATTENTION)
     take_over_choices(graph)
+    share_keys(graph, SCAN)
     join_quantised(graph)
     join_adapters(graph)
     if is_ours:
@@ -182,6 +184,7 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
         take_over_norms(graph)
         hand_over_norms(graph, ATTENTION)
         quantise_norms(graph)
+        hand_over_sums(graph)
         take_over_tables(graph)
     graph.graph.lint()
     graph.recompile()

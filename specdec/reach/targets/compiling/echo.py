@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from specdec.backends.differences import disturb
 from specdec.backends.op import attention_scope, current_scope
@@ -31,14 +32,19 @@ class Echo:
     def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None) -> None:
         """There is no cache."""
 
-    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int, is_silu: bool = False
+    ) -> torch.Tensor:
         """See `specdec.backends.recurrent.conv`."""
         out = x * weight.sum(1)
-        return _of_layer(out if bias is None else out + bias, layer_id).to(x.dtype)
+        out = _of_layer(out if bias is None else out + bias, layer_id).to(x.dtype)
+        return F.silu(out) if is_silu else out
 
     def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.scan`."""
-        q, k, v, g, beta, rates = inputs
+        q, k, v, g, beta, rates, scale = inputs
+        if scale is not None:
+            q, k = F.normalize(q.float(), dim=-1) * scale, F.normalize(k.float(), dim=-1)
         weight = (q.float() * k.float()).sum(-1).repeat_interleave(v.shape[1] // q.shape[1], 1)
         weight = weight + torch.tanh((g.mean(-1) if g.dim() == 3 else g).float())
         if beta is not None:

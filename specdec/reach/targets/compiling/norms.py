@@ -1,7 +1,8 @@
 """Replaces RMS norms in a traced graph, and the addition before them, by `specdec::rms_norm` and `add_rms_norm`.
 
 Recognised is x·rsqrt(mean(x²) + eps) in fp32, times a weight, as transformers writes it: rounded before the weight is
-applied (Llama), or after (Gemma, whose weight is an offset from one, and GPT-OSS); and torch's own `rms_norm`.
+applied (Llama), or after (Gemma, whose weight is an offset from one, and GPT-OSS); torch's own `rms_norm`; and a norm
+times silu(gate), as behind linear attention.
 """
 
 import operator
@@ -21,9 +22,12 @@ from specdec.reach.targets.compiling.matching import (
     is_tensor,
     only_user,
     operands,
+    replace,
     uncast,
     value,
 )
+
+RMS_NORM = torch.ops.specdec.rms_norm.default
 
 
 class _Norm(NamedTuple):
@@ -44,6 +48,10 @@ def take_over_norms(graph: fx.GraphModule) -> None:
         norm = _norm(node)
         if norm is not None:
             _replace(graph.graph, norm)
+    for node in [n for n in graph.graph.nodes if is_function(n, RMS_NORM) and n.args[3:] == (0.0, False)]:
+        gated = _gated(node)
+        if gated is not None:
+            replace(graph.graph, torch.ops.specdec.gated_rms_norm.default, *gated)
 
 
 def _norm(node: Any) -> _Norm | None:
@@ -69,6 +77,32 @@ def _norm(node: Any) -> _Norm | None:
     weight, offset, is_late, out, parts = weighted
     parts |= {node, root, variance, variance.args[0], scaled, wide}
     return _Norm(x, weight, eps, offset, is_late, out, parts - {x})
+
+
+def _gated(norm: fx.Node) -> tuple[tuple[Any, ...], fx.Node, set[fx.Node]] | None:
+    """Return arguments of `gated_rms_norm`, the result and the nodes where all that uses `norm` is norm * silu(gate)
+    in fp32, rounded to its dtype."""
+    product = only_user(norm)
+    last = only_user(product)
+    pair = operands(product, lambda n: n is norm) if is_product(product) else None
+    is_rounded = is_method(last, *CASTS) and value(last).dtype == value(norm).dtype
+    if pair is None or not is_rounded or not is_function(pair[1], F.silu) or only_user(pair[1]) is None:
+        return None
+    active, wide = pair[1], pair[1].args[0]
+    gate = uncast(wide)
+    parts = {norm, product, last, active, wide}
+    if (
+        active.kwargs not in ({}, {"inplace": False})
+        or value(active).dtype != torch.float32
+        or not is_tensor(gate)
+        or value(gate).dtype != value(norm).dtype
+        or value(gate).shape != value(norm).shape
+    ):
+        return None
+    if is_method(gate, "reshape", "view") and value(gate.args[0]).shape[-1] == value(gate).shape[-1]:
+        parts.add(gate)
+        gate = gate.args[0]  # whose rows may be strided: a copy is saved
+    return (norm.args[0], gate, *norm.args[1:3]), last, parts
 
 
 def _squared(node: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Replaces `torch.topk` of few scores a row, as routers choose, and their softmax in a traced graph by our op."""
+"""Replaces in a traced graph `torch.topk` of few scores a row, as routers choose, and their softmax by our op; and lets
+norms add up what experts give."""
 
 import operator
 from typing import Any
@@ -12,11 +13,17 @@ from specdec.reach.targets.compiling.matching import (
     erase_upwards,
     is_function,
     is_method,
+    is_product,
+    is_sum,
     is_tensor,
     only_user,
+    operands,
+    replace,
     uncast,
     value,
 )
+
+WEIGHTED_SUM, ADD_RMS_NORM = torch.ops.specdec.weighted_sum.default, torch.ops.specdec.add_rms_norm.default
 
 
 def take_over_choices(graph: fx.GraphModule) -> int:
@@ -103,3 +110,55 @@ def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     is_last = given["dim"] in (-1, value(scores).dim() - 1)
     return (scores, k) if is_last and given["largest"] else None
+
+
+def hand_over_sums(graph: fx.GraphModule) -> int:
+    """Let every `add_rms_norm` of what experts give be `specdec::experts_rms_norm`, which adds that up; in place.
+
+    Returns the number of norms rewritten.
+    """
+    num_rewritten = 0
+    for node in [n for n in graph.graph.nodes if is_function(n, ADD_RMS_NORM)]:
+        for x, residual in (node.args[:2], node.args[1::-1]):
+            parts = {node}
+            given = _experts(x, residual, parts)
+            if given is not None:
+                op = torch.ops.specdec.experts_rms_norm.default
+                replace(graph.graph, op, (*given, residual, *node.args[2:]), node, parts)
+                num_rewritten += 1
+                break
+    return num_rewritten
+
+
+def _experts(x: Any, residual: Any, parts: set[fx.Node]) -> tuple[Any, ...] | None:
+    """Return rows, weights, shared and gate, see `experts_rms_norm`, where `x` is their sum, for the norm alone.
+
+    parts: the nodes between are added to it.
+    """
+    shared = gate = None
+    if not is_tensor(residual) or not is_tensor(x) or value(x).shape != value(residual).shape:
+        return None
+    while is_method(x, "reshape", "view") and only_user(x) and value(x.args[0]).shape[-1] == value(x).shape[-1]:
+        parts.add(x)
+        x = x.args[0]
+    if is_sum(x) and only_user(x):
+        pair = operands(x, lambda n: is_function(n, WEIGHTED_SUM))
+        if pair is None or not is_tensor(pair[1]) or value(pair[1]).shape != value(pair[0]).shape:
+            return None
+        parts.add(x)
+        x, shared = pair
+        factors = operands(shared, _is_gate) if is_product(shared) and only_user(shared) else None
+        if factors is not None and value(factors[1]).shape == value(shared).shape:
+            parts |= {shared, factors[0]}
+            gate, shared = factors[0].args[0], factors[1]
+    dtypes = {value(n).dtype for n in (residual, shared, gate) if n is not None}
+    if not is_function(x, WEIGHTED_SUM) or not only_user(x) or dtypes != {x.args[2]}:
+        return None
+    parts.add(x)
+    return *x.args[:2], shared, gate
+
+
+def _is_gate(node: Any) -> bool:
+    """Return whether `node` is the sigmoid of a number a row."""
+    is_sigmoid = is_method(node, "sigmoid") or is_function(node, torch.sigmoid, F.sigmoid)
+    return is_sigmoid and is_tensor(node) and value(node).dim() == 2 and value(node).shape[1] == 1

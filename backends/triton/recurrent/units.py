@@ -1,0 +1,52 @@
+"""Values, strengths and factors of outputs where queries and keys are to be made units, for prefills by chunks.
+
+Twin: `recurrent.reference._units`. Queries and keys stay in 16 bits, for cheaper products.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.recurrent.state_pool import ScanInputs
+from specdec.backends.triton.recurrent.scan import arguments
+from specdec.backends.triton.recurrent.tokens import as_units, query_factor
+
+BLOCK_T = 8  # tokens of a program
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _units_kernel(
+    q, k, v, beta, values, strengths, factors, num_tokens, q_t, q_h, k_t, k_h, v_t, v_h, beta_t, beta_h,
+    H: tl.constexpr, GIVEN: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_T tokens of a head."""
+    head = tl.program_id(1)
+    given_head = head // (H // GIVEN)
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n, p, is_token = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P), token < num_tokens
+    is_key, is_value = is_token[:, None] & (n < N)[None, :], is_token[:, None] & (p < P)[None, :]
+    q_n = tl.load(q + token[:, None] * q_t + given_head * q_h + n[None, :], mask=is_key, other=0.0).to(tl.float32)
+    k_n = tl.load(k + token[:, None] * k_t + given_head * k_h + n[None, :], mask=is_key, other=0.0).to(tl.float32)
+    v_p = tl.load(v + token[:, None] * v_t + head * v_h + p[None, :], mask=is_value, other=0.0).to(tl.float32)
+    strength = tl.load(beta + token * beta_t + head * beta_h, mask=is_token, other=0.0).to(tl.float32)
+    v_p, strength = as_units(k_n, v_p, strength, 1)
+    at = token * H + head
+    tl.store(values + at[:, None] * P + p[None, :], v_p, mask=is_value)
+    tl.store(strengths + at, strength, mask=is_token)
+    tl.store(factors + at, query_factor(q_n, SCALE, 1), mask=is_token)
+
+
+def units(inputs: ScanInputs) -> tuple[ScanInputs, torch.Tensor]:
+    """Return inputs whose q and k need not be made units, and the factors [T, heads] of their outputs."""
+    (q, k, v, _, beta, _), strides = arguments(inputs)
+    assert q is not None and k is not None and v is not None and beta is not None and inputs.scale is not None
+    num_tokens, heads, v_dim = v.shape
+    values = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    strengths, factors = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=v.device)
+    _units_kernel[(triton.cdiv(num_tokens, BLOCK_T), heads)](
+        q, k, v, beta, values, strengths, factors, num_tokens, *strides[:6], *strides[8:10],
+        H=heads, GIVEN=q.shape[1], N=q.shape[2], P=v_dim, SCALE=inputs.scale, BLOCK_T=BLOCK_T,
+        BLOCK_N=triton.next_power_of_2(q.shape[2]), BLOCK_P=triton.next_power_of_2(v_dim),
+    )  # fmt: skip
+    return ScanInputs(q, k, values, inputs.g, strengths), factors
