@@ -226,7 +226,7 @@ def products_and_norms() -> None:
     for x in (rows, rows[:, :576].half(), rows.view(3, 64, 128)[:, :8], rows[:, :35]):
         norms.rms_norm(x, rows[0, : x.shape[-1]], 1e-5, 1.0, True)
         norms.add_rms_norm(x, x, rows[0, : x.shape[-1]], 1e-5, 0.0, False)
-    norms.gated_rms_norm(rows[:, :4096].view(-1, 128), rows[:, 8:4104].view(3, 32, 128), rows[0, :128], 1e-5)
+    norms.gated_rms_norm(rows[:1].view(-1, 128), rows[:, 8:4104].view(3, 32, 128)[:2], rows[0, :128], 1e-5)
     if driver.active.get_current_target().arch >= 89:
         for by_row in (False, True):
             norms.add_rms_norm_fp8(rows[:, :4096], rows[:, :4096], rows[0, :4096], 1e-5, 0.0, False, by_row)

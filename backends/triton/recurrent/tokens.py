@@ -79,7 +79,7 @@ def load_token(
     strength = tl.zeros([], tl.float32)
     if CORRECTED:
         strength = tl.load(beta + token * beta_t + head * beta_h).to(tl.float32)
-    if SCALE:
+    if SCALE != 0.0:
         v_p, strength = as_units(k_n, v_p, strength, 0)
         q_n *= query_factor(q_n, SCALE, 0)
     return q_n, k_n, v_p, gap, strength
