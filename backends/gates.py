@@ -20,9 +20,15 @@ def swigluoai(product: torch.Tensor) -> torch.Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
+def apply_gate_twin(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `specdec.backends.linear.apply_gate`."""
+    active = torch.sigmoid(gate) if activation == "sigmoid" else ACTIVATIONS[activation](gate)
+    return active.reshape(up.shape) * up
+
+
 def gate_twin(product: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up [..., N] of product [..., 2*N]; rounded after each step, as in transformers."""
     if activation == "swigluoai":
         return swigluoai(product)
     gate, up = product.chunk(2, -1)
-    return ACTIVATIONS[activation](gate) * up
+    return apply_gate_twin(gate, up, activation)

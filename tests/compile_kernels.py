@@ -226,6 +226,8 @@ def products_and_norms() -> None:
     for x in (rows, rows[:, :576].half(), rows.view(3, 64, 128)[:, :8], rows[:, :35]):
         norms.rms_norm(x, rows[0, : x.shape[-1]], 1e-5, 1.0, True)
         norms.add_rms_norm(x, x, rows[0, : x.shape[-1]], 1e-5, 0.0, False)
+    gates.apply_gate(rows[:, :512], rows[:, 512:1024], "silu")
+    gates.apply_gate(rows[:, :512].view(3, 2, 256), rows[:, :512], "sigmoid")
     norms.gated_rms_norm(rows[:1].view(-1, 128), rows[:, 8:4104].view(3, 32, 128)[:2], rows[0, :128], 1e-5)
     if driver.active.get_current_target().arch >= 89:
         for by_row in (False, True):
@@ -250,6 +252,7 @@ def recurrent_layers() -> None:
     """Every kind of recurrent layer, in chains, trees of one and two words, prefills, plain steps and commits."""
     from specdec.backends.metadata import TORCH_METADATA
     from specdec.backends.recurrent.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
+    from specdec.backends.triton.recurrent import units
     from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
     from specdec.core.batch import ForwardMode
 
@@ -263,6 +266,7 @@ def recurrent_layers() -> None:
         ConvSpec(8192, 4),
         ConvSpec(2048, 3),
     )
+    units.delta_gates(*torch.zeros(2, 3, 32, dtype=torch.bfloat16), *torch.zeros(2, 32))
     pool = StatePool(specs, 3, 8, torch.bfloat16, torch.device("cpu"), TRITON_RECURRENT)
     table, rows, lens = torch.ones(3, 600, dtype=torch.int32), torch.arange(2), torch.full((2,), 500)
     bits = torch.ones(2, 8, 1, dtype=torch.int64)

@@ -11,9 +11,10 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.backends import linear as ops
-from specdec.backends.gates import ACTIVATIONS
+from specdec.backends.gates import ACTIVATIONS, apply_gate_twin
 from specdec.backends.linear.reference import add_rms_norm_twin, gated_rms_norm_twin, product_twin, rms_norm_twin
 from specdec.backends.triton.linear import cublas, gates, norms, products, tiles
+from specdec.backends.triton.linear.strides import strided_rows
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 from tests.early_starts import check_early_starts
 
@@ -125,6 +126,17 @@ def test_a_gate_after_a_product_has_the_bits_of_one_within(activation):
     assert gates.gate(joined, activation).equal(products.product(x, weight, None, activation))
 
 
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "sigmoid"])
+def test_gates_of_strided_rows_equal_their_twin(activation):
+    joined = random(6, 3 * 32 + 5, dtype=torch.float16)
+    gate, up = joined[:, :32], joined[:, 32:64]
+    heads = random(6, 4, 16, dtype=torch.float16)[..., :8]
+    for given in ((gate, up), (gate.contiguous(), up), (heads, up), (joined[:, 1:25:3], up[:, :8])):
+        ours = gates.apply_gate(*given, activation)
+        assert ours.is_contiguous() and ours.shape == given[1].shape
+        assert_close(ours, apply_gate_twin(*given, activation), steps=2)
+
+
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize(("offset", "is_late"), [(0.0, False), (1.0, True)])
 def test_norms_equal_their_twins_and_rows_alone_equal_rows_together(offset, is_late, dtype):
@@ -161,7 +173,7 @@ def test_norms_read_strided_heads_in_place():
         scale = (settings[0][: x.shape[-1]], *settings[1:])
         ours = norms.rms_norm(x, *scale)
         assert ours.is_contiguous() and ours.equal(norms.rms_norm(x.contiguous(), *scale))
-    assert norms._strided_rows(heads) == (4, 7 * 16, 16) and norms._strided_rows(heads.transpose(1, 2)) is None
+    assert strided_rows(heads) == (4, 7 * 16, 16) and strided_rows(heads.transpose(1, 2)) is None
 
 
 def test_products_by_our_kernel_take_rows_of_any_shape(monkeypatch):

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.backends.metadata import TORCH_METADATA
-from specdec.backends.recurrent import StateScope, conv, recurrent_scope, scan
+from specdec.backends.recurrent import StateScope, conv, delta_gates_twin, recurrent_scope, scan
 from specdec.backends.recurrent.reference import TORCH_RECURRENT
 from specdec.backends.recurrent.state_pool import EPS, ConvSpec, ScanInputs, ScanSpec, StatePool
-from specdec.backends.triton.recurrent import chunks
+from specdec.backends.triton.recurrent import chunks, units
 from specdec.backends.triton.recurrent import scan as scan_kernels
 from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
 from specdec.core.batch import ForwardMode
@@ -421,6 +421,19 @@ def test_real_sizes_equal_the_twin(kind, dtype, strength, scale):
         states.append(pool.layers[0].state[:2])
     for ours, theirs in (outs, states):
         assert (ours - theirs).norm() <= 2e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gates_of_delta_rules_equal_their_twin(dtype):
+    joined, (rates, bias) = torch.randn(700, 11, device=DEVICE).to(dtype), torch.randn(2, 3, device=DEVICE)
+    joined[0, 2:5] = 30.0  # where softplus is its argument
+    given = joined[:, 2:5], joined[:, 7:10], rates.to(dtype), bias
+    ours = units.delta_gates(*given)
+    for found, expected in zip(ours, delta_gates_twin(*given), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-3, atol=1e-6)
+        assert found.is_contiguous() and found.dtype == torch.float32
+    alone = units.delta_gates(*(t[:1] for t in given[:2]), *given[2:])
+    assert all(torch.equal(a, b[:1]) for a, b in zip(alone, ours, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "by key", "s6"])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.experts import has_triton
-from specdec.backends.gates import ACTIVATIONS, gate_twin
+from specdec.backends.gates import ACTIVATIONS, apply_gate_twin, gate_twin
 from specdec.backends.library import op
 from specdec.backends.linear.reference import add_rms_norm_twin, gated_rms_norm_twin, product_twin, rms_norm_twin
 
@@ -66,6 +66,20 @@ def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
     from specdec.backends.triton.linear import gates
 
     return gates.gate(x.reshape(-1, x.shape[-1]).contiguous(), activation).view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@op("apply_gate(Tensor gate, Tensor up, str activation) -> Tensor", lambda _, up, *rest: _rows(up, up.shape[-1]))
+def apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up, contiguous in the shape of up; rounded after each step.
+
+    gate: of up's dtype, as many elements in rows [..., N] whose N divides up's last dim; both may be strided, such as
+    parts of a joined product. activation: of `gated_linear`, or "sigmoid".
+    """
+    if not has_kernels(up):
+        return apply_gate_twin(gate, up, activation)
+    from specdec.backends.triton.linear import gates
+
+    return gates.apply_gate(gate, up, activation)
 
 
 @op(f"rms_norm(Tensor x, {NORM_ARGUMENTS}) -> Tensor", lambda x, *_: _rows(x, x.shape[-1]))

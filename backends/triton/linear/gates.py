@@ -1,13 +1,14 @@
 """Gates within products and after them, with the same bits.
 
-Twin: `specdec.backends.gates.gate_twin`.
+Twins: `specdec.backends.gates.gate_twin` and `apply_gate_twin`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.triton.launch.relaunch import CachedLaunch
+from specdec.backends.triton.launch.relaunch import cached_launch, follows_early, is_aligned, wait_for_others
+from specdec.backends.triton.linear.strides import strided_rows
 
 
 @triton.jit
@@ -15,6 +16,8 @@ def _activate(gate, ACTIVATION: tl.constexpr):
     """Return the activation of `gate`, both fp32."""
     if ACTIVATION == "silu":
         return gate / (1 + tl.exp(-gate))
+    elif ACTIVATION == "sigmoid":
+        return 1 / (1 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
         return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
     else:  # gelu_tanh, by 1 + tanh(u) = 2 / (1 + exp(-2u))
@@ -36,22 +39,67 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     return (active.to(dtype).to(tl.float32) * up).to(dtype)
 
 
-@triton.jit
-def _gate_kernel(product, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of columns of one row of out [rows, N], from product [rows, 2 * N]."""
+@triton.jit(do_not_specialize=["inner", "stride_outer", "stride_inner", "up_inner", "up_outer", "up_stride"])
+def _gate_kernel(
+    gate,
+    up,
+    out,
+    inner,
+    stride_outer,
+    stride_inner,
+    up_inner,
+    up_outer,
+    up_stride,
+    N: tl.constexpr,
+    UNIT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A block of columns of one row of out [rows, N]. Row r of gate begins at UNIT times r // inner strides outer plus
+    r % inner strides inner, and so does that of up."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(product + row * 2 * N + n, mask=n < N, other=0.0)
-    up = tl.load(product + row * 2 * N + N + n, mask=n < N, other=0.0)
-    tl.store(out + row * N + n, gated(gate, up, ACTIVATION), mask=n < N)
+    wait_for_others(PDL, True)
+    of_gate = (row // inner * stride_outer + row % inner * stride_inner) * UNIT
+    of_up = (row // up_inner * up_outer + row % up_inner * up_stride) * UNIT
+    left = tl.load(gate + of_gate + n, mask=n < N, other=0.0)
+    right = tl.load(up + of_up + n, mask=n < N, other=0.0)
+    tl.store(out + row * N + n, gated(left, right, ACTIVATION), mask=n < N)
 
 
-_run_gate = CachedLaunch(_gate_kernel)
+def apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `specdec.backends.linear.apply_gate`."""
+    N = gate.shape[-1]
+    out = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    num_rows = up.numel() // N
+    if not num_rows:
+        return out
+    (gate, *rows), (up, *up_rows) = _with_rows(gate, N), _with_rows(up, N)
+    unit = 8 if all(size % 8 == 0 for size in (N, *rows[1:], *up_rows[1:])) else 1
+    sizes = [size if i == 0 else size // unit for of in (rows, up_rows) for i, size in enumerate(of)]
+    block, is_early = min(triton.next_power_of_2(N), 1024), follows_early(num_rows)
+    grid, args = (num_rows, triton.cdiv(N, block)), (gate, up, out, *sizes)
+    constants = {"N": N, "UNIT": unit, "ACTIVATION": activation, "BLOCK": block, "PDL": is_early}
+    if is_aligned(gate, up):
+        cached_launch(_gate_kernel, 4, launch_pdl=is_early)(grid, *args, **constants)
+    else:
+        _gate_kernel[grid](*args, **constants, launch_pdl=is_early)
+    return out
+
+
+def _with_rows(x: torch.Tensor, N: int) -> tuple[torch.Tensor, int, int, int]:
+    """Return x and where its rows of N lie, see `strided_rows`; a copy where two strides do not say that."""
+    if x.shape[-1] != N:
+        x = x.reshape(-1, N)
+    rows = strided_rows(x)
+    if rows is not None:
+        return x, *rows
+    x = x.contiguous()
+    return x, x.numel() // N, 0, N
 
 
 def gate(product: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up of the halves of product [M, 2*N], with the bits of `product`'s own: [M, N]."""
-    num_rows, N = product.shape[0], product.shape[1] // 2
-    out = torch.empty(num_rows, N, dtype=product.dtype, device=product.device)
-    _run_gate((num_rows, triton.cdiv(N, 1024)), product, out, N=N, ACTIVATION=activation, BLOCK=1024)
-    return out
+    left, right = product.chunk(2, -1)
+    return apply_gate(left, right, activation)

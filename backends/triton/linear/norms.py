@@ -16,6 +16,7 @@ from specdec.backends.triton.launch.relaunch import (
     wait_for_others,
 )
 from specdec.backends.triton.linear.rounding import quantised
+from specdec.backends.triton.linear.strides import strided_rows
 
 WIDE = 1024  # elements of a program, at least: several rows where they are short
 NUM_WARPS = 8
@@ -118,7 +119,7 @@ def _gated_norm_kernel(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
     """See `specdec.backends.linear.rms_norm`. Rows that two strides cannot reach are copied first."""
-    rows = _strided_rows(x)
+    rows = strided_rows(x)
     if rows is None:
         x = x.contiguous()
         rows = x.numel() // x.shape[-1], 0, x.shape[-1]
@@ -137,7 +138,7 @@ def add_rms_norm(
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `specdec.backends.linear.gated_rms_norm`."""
-    x, rows = x.contiguous(), _strided_rows(gate)
+    x, rows = x.contiguous(), strided_rows(gate)
     if rows is None:
         gate = gate.contiguous()
         rows = gate.numel() // gate.shape[-1], 0, gate.shape[-1]
@@ -149,22 +150,6 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
         constants = {"H": H, "ROWS": together, "BLOCK": block}
         _gated_norm_kernel[(triton.cdiv(num_rows, together),)](*args, **constants, **early())
     return out
-
-
-def _strided_rows(x: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return (rows of the inner level, stride of the outer, of the inner), in elements; None where that is too few."""
-    if x.stride(-1) != 1:
-        return None
-    levels: list[tuple[int, int]] = []  # size and stride, outermost first
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if levels and size != 1 and levels[-1][1] == size * stride:
-            levels[-1] = levels[-1][0] * size, stride
-        elif size != 1:
-            levels.append((size, stride))
-    if len(levels) > 2:
-        return None
-    (_, outer), (inner, stride) = [(1, 0)] * (2 - len(levels)) + levels
-    return inner, outer, stride
 
 
 def rms_norm_fp8(

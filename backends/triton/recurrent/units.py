@@ -1,6 +1,8 @@
-"""Values, strengths and factors of outputs where queries and keys are to be made units, for prefills by chunks.
+"""What scans of gated delta rules take: decays and strengths; and, for prefills by chunks whose queries and keys are to
+be made units, values, strengths and factors of outputs.
 
-Twin: `recurrent.reference._units`. Queries and keys stay in 16 bits, for cheaper products.
+Twins: `recurrent.delta_gates_twin` and `recurrent.reference._units`. Queries and keys stay in 16 bits, for cheaper
+products.
 """
 
 import torch
@@ -8,6 +10,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ScanInputs
+from specdec.backends.triton.launch.relaunch import early, wait_for_others
 from specdec.backends.triton.recurrent.scan import arguments
 from specdec.backends.triton.recurrent.tokens import as_units, query_factor
 
@@ -35,6 +38,42 @@ def _units_kernel(
     tl.store(values + at[:, None] * P + p[None, :], v_p, mask=is_value)
     tl.store(strengths + at, strength, mask=is_token)
     tl.store(factors + at, query_factor(q_n, SCALE, 1), mask=is_token)
+
+
+@triton.jit(do_not_specialize=["num_rows", "a_t", "b_t"], do_not_specialize_on_alignment=["a", "b"])
+def _gates_kernel(
+    a, b, log_rates, bias, g, beta, num_rows, a_t, b_t,
+    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens. softplus has no logarithm of large arguments, as torch has it."""
+    wait_for_others(PDL, True)
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    head = tl.arange(0, BLOCK)[None, :]
+    inside = (token < num_rows) & (head < H)
+    x = tl.load(a + token * a_t + head, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(bias + head, mask=head < H, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(log_rates + head, mask=head < H, other=0.0).to(tl.float32))
+    step = tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20))))
+    tl.store(g + token * H + head, -rate * step, mask=inside)
+    given = tl.load(b + token * b_t + head, mask=inside, other=0.0)
+    strength = (1 / (1 + tl.exp(-given.to(tl.float32)))).to(given.dtype)
+    tl.store(beta + token * H + head, strength.to(tl.float32), mask=inside)
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec.backends.recurrent.delta_gates`."""
+    a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+    num_rows, H = a.shape
+    g, beta = torch.empty(2, num_rows, H, dtype=torch.float32, device=a.device)
+    block = triton.next_power_of_2(H)
+    rows = max(512 // block, 1)
+    if num_rows:
+        _gates_kernel[(triton.cdiv(num_rows, rows),)](
+            a, b, log_rates, bias, g, beta, num_rows, a.stride(0), b.stride(0), H=H, ROWS=rows, BLOCK=block, **early()
+        )
+    return g, beta
 
 
 def units(inputs: ScanInputs) -> tuple[ScanInputs, torch.Tensor]:

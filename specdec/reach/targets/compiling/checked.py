@@ -22,9 +22,9 @@ from specdec.reach.targets.compiling.adapters import join_adapters, take_in_adap
 from specdec.reach.targets.compiling.echo import disturbed, echoing
 from specdec.reach.targets.compiling.matching import drop_casts
 from specdec.reach.targets.compiling.norms import take_over_norms
-from specdec.reach.targets.compiling.products import take_over_products
+from specdec.reach.targets.compiling.products import take_over_gates, take_over_products
 from specdec.reach.targets.compiling.quantised import join_quantised, quantise_norms
-from specdec.reach.targets.compiling.recurrent import share_keys
+from specdec.reach.targets.compiling.recurrent import share_keys, take_over_delta_gates
 from specdec.reach.targets.compiling.rotation import hand_over_norms, hand_over_rotations
 from specdec.reach.targets.compiling.routers import hand_over_sums, take_over_choices
 from specdec.reach.targets.compiling.tables import take_over_tables
@@ -175,11 +175,13 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
     drop_casts(graph)
     hand_over_rotations(graph, ATTENTION)
     take_over_choices(graph)
-    share_keys(graph, SCAN)
+    share_keys(graph)
     join_quantised(graph)
     join_adapters(graph)
     if is_ours:
         take_over_products(graph)
+        take_over_gates(graph)
+        take_over_delta_gates(graph)
         take_in_adapters(graph)
         take_over_norms(graph)
         hand_over_norms(graph, ATTENTION)

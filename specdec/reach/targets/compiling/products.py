@@ -60,6 +60,41 @@ def take_over_products(graph: fx.GraphModule) -> None:
             replace(graph.graph, node.target, (*node.args[: BEFORE_GATE[node.target]], name), last, parts)
 
 
+def take_over_gates(graph: fx.GraphModule) -> None:
+    """Let act(gate) * up, of tensors of one shape in 16 bits, be `specdec::apply_gate`, in place."""
+    for node in [n for n in graph.graph.nodes if is_product(n)]:
+        pair = operands(node, lambda n: bool(_of_gate(n)) and len(n.users) == 1)
+        if pair is None or not all(is_tensor(n) and _is_alike(n, pair[1]) for n in (*pair, pair[0].args[0])):
+            continue
+        active, up = pair
+        gate, parts = active.args[0], {node, active}
+        if is_method(gate, "reshape", "view") and only_user(gate) and _divides(value(gate.args[0]), value(up)):
+            parts.add(gate)
+            gate = gate.args[0]  # whose rows may be strided: a copy is saved
+        replace(graph.graph, torch.ops.specdec.apply_gate.default, (gate, up, _of_gate(active)), node, parts)
+
+
+def _is_alike(a: fx.Node, b: Any) -> bool:
+    """Return whether both are tensors of one shape, whose last dim is known, and of one dtype of 16 bits."""
+    if not is_tensor(b):
+        return False
+    x, y = value(a), value(b)
+    is_known = y.dtype in KERNEL_DTYPES and y.dim() > 1 and isinstance(y.shape[-1], int)
+    return is_known and x.dtype == y.dtype and x.shape == y.shape
+
+
+def _divides(gate: torch.Tensor, up: torch.Tensor) -> bool:
+    """Return whether rows of `gate` make those of `up`."""
+    return isinstance(gate.shape[-1], int) and up.shape[-1] % gate.shape[-1] == 0
+
+
+def _of_gate(node: Any) -> str:
+    """Return the name of the activation of a gate that `node` applies; empty for others."""
+    if is_method(node, "sigmoid") or is_function(node, torch.sigmoid, F.sigmoid):
+        return "sigmoid"
+    return _activation(node)
+
+
 def _gate_behind(node: fx.Node) -> Gated | None:
     """Return the gate that `node` is to take over: a product that is ours already, or what adapters add to one."""
     if is_function(node, GROUPED):

@@ -1,40 +1,111 @@
-"""Lets recurrent layers read keys and queries that several heads share once, not a copy a head."""
+"""Lets recurrent layers take what models prepare for them as it is: queries and keys that several heads share, and the
+gates of delta rules.
+"""
 
+import operator
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import fx
 
-from specdec.reach.targets.compiling.matching import is_function, is_method, only_user, value
+from specdec.reach.targets.compiling.matching import (
+    erase_upwards,
+    is_function,
+    is_method,
+    is_product,
+    is_sum,
+    is_tensor,
+    only_user,
+    operands,
+    uncast,
+    value,
+)
+
+SCAN = torch.ops.specdec.scan.default
 
 
-def share_keys(graph: fx.GraphModule, scan: Any) -> int:
-    """Give calls of `scan` queries and keys as they are before transformers repeats them (until 5.22), in place.
+def share_keys(graph: fx.GraphModule) -> int:
+    """Give scans queries and keys as they are before transformers repeats them (until 5.22), in place.
 
-    Returns the number of calls rewritten.
+    Returns the number of scans rewritten.
     """
     num_rewritten = 0
-    for node in [n for n in graph.graph.nodes if is_function(n, scan)]:
+    for node in [n for n in graph.graph.nodes if is_function(n, SCAN)]:
         whole = [_unrepeated(x) for x in node.args[:2]]
         if None in whole or value(whole[0]).shape != value(whole[1]).shape:
             continue
         for i, source in enumerate(whole):
             old = node.args[i]
-            with graph.graph.inserting_before(old):
-                new = graph.graph.call_function(old.target, (source, 0))
-                new.meta["example_value"] = value(source)[0]
-            node.update_arg(i, new)
-            repeated = old.args[0]
-            graph.graph.erase_node(old)
-            graph.graph.erase_node(repeated)
+            node.update_arg(i, _first(graph.graph, source, old))
+            erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
         num_rewritten += 1
     return num_rewritten
 
 
+def take_over_delta_gates(graph: fx.GraphModule) -> int:
+    """Let scans take their decays and strengths from `specdec::delta_gates`, in place.
+
+    Recognised are g = -exp(A_log) * softplus(a + dt_bias) in fp32 and beta = sigmoid(b), as Qwen's hybrids have them.
+    Returns the number of scans rewritten.
+    """
+    num_rewritten = 0
+    for node in [n for n in graph.graph.nodes if is_function(n, SCAN) and len(n.args) > 5]:
+        decay, strength = node.args[4:6]
+        a, b = _decay(uncast(decay)), _strength(uncast(strength))
+        if a is None or b is None or value(a[0]).shape != value(b).shape:
+            continue
+        with graph.graph.inserting_before(node):
+            given = [_first(graph.graph, x, node) for x in (a[0], b)]
+            both = graph.graph.call_function(torch.ops.specdec.delta_gates.default, (*given, *a[1:]))
+            results = [graph.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+        for i, (new, old) in enumerate(zip(results, (decay, strength), strict=True)):
+            new.meta = dict(old.meta)
+            node.update_arg(4 + i, new)
+            erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
+        num_rewritten += 1
+    return num_rewritten
+
+
+def _first(graph: fx.Graph, source: fx.Node, before: fx.Node) -> fx.Node:
+    """Return a new node source[0], put in before another."""
+    with graph.inserting_before(before):
+        new = graph.call_function(operator.getitem, (source, 0))
+    new.meta["example_value"] = value(source)[0]
+    return new
+
+
+def _unbatched(node: Any) -> Any:
+    """Return x where `node` is x[0]; else None."""
+    return node.args[0] if is_function(node, operator.getitem) and node.args[1] == 0 else None
+
+
 def _unrepeated(node: Any) -> Any:
     """Return x [1, T, G, N] where `node` is x.repeat_interleave(n, dim=2)[0], for the scan alone; else None."""
-    is_first = node.op == "call_function" and node.target.__name__ == "getitem" and node.args[1] == 0
-    if not is_first or only_user(node) is None:
+    repeated: Any = _unbatched(node)
+    if only_user(node) is None or not is_method(repeated, "repeat_interleave") or only_user(repeated) is not node:
         return None
-    repeated = node.args[0]
-    is_it = is_method(repeated, "repeat_interleave") and only_user(repeated) is node
-    return repeated.args[0] if is_it and repeated.kwargs == {"dim": 2} and isinstance(repeated.args[1], int) else None
+    return repeated.args[0] if repeated.kwargs == {"dim": 2} and isinstance(repeated.args[1], int) else None
+
+
+def _decay(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """Return a [1, T, H], A_log and dt_bias [H] where `node` is (-exp(A_log) * softplus(a + dt_bias))[0]."""
+    product = uncast(_unbatched(node))
+    pair = operands(product, lambda n: is_function(n, operator.neg, torch.neg)) if is_product(product) else None
+    if pair is None or not is_function(pair[1], F.softplus) or len(pair[1].args) != 1 or pair[1].kwargs:
+        return None
+    exponential, step = pair[0].args[0], pair[1].args[0]
+    is_rate = is_method(exponential, "exp") or is_function(exponential, torch.exp)
+    terms = operands(step, lambda n: is_tensor(n) and value(n).dim() == 1) if is_sum(step) else None
+    if not is_rate or terms is None or not is_tensor(terms[1]) or value(step).dtype != torch.float32:
+        return None
+    rates, bias, a = uncast(exponential.args[0]), uncast(terms[0]), uncast(terms[1])
+    is_given = all(n.op == "placeholder" and value(n).dim() == 1 for n in (rates, bias))
+    return (a, rates, bias) if is_given and value(a).dim() == 3 else None
+
+
+def _strength(node: Any) -> Any:
+    """Return b [1, T, H] where `node` is sigmoid(b)[0]; else None."""
+    active = _unbatched(node)
+    is_sigmoid = is_method(active, "sigmoid") or is_function(active, torch.sigmoid, F.sigmoid)
+    return active.args[0] if is_sigmoid and is_tensor(active.args[0]) and value(active).dim() == 3 else None

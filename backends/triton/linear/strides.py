@@ -1,0 +1,19 @@
+"""Rows of a tensor that two strides reach, such as heads of a joined QKV: kernels read them in place."""
+
+import torch
+
+
+def strided_rows(x: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return (rows of the inner level, stride of the outer, of the inner), in elements; None where that is too few."""
+    if x.stride(-1) != 1:
+        return None
+    levels: list[tuple[int, int]] = []  # size and stride, outermost first
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if levels and size != 1 and levels[-1][1] == size * stride:
+            levels[-1] = levels[-1][0] * size, stride
+        elif size != 1:
+            levels.append((size, stride))
+    if len(levels) > 2:
+        return None
+    (_, outer), (inner, stride) = [(1, 0)] * (2 - len(levels)) + levels
+    return inner, outer, stride
