@@ -16,10 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})  # of every module: watched by name, or not at all
-WATCHED = ("_modules", *HOOKS)
-DEPTH = 3  # of containers within attributes
+from specdec.graphs.held import HOOKS, OWN, Held, copied, is_equal
 
 
 class ChangeKind(Enum):
@@ -98,7 +95,7 @@ class Watch:
     def _refresh(self) -> None:
         """Let what does not count, or is accepted, not cost the next look."""
         self._pending.clear()
-        self._then, self._seen = self._now, [_copy(owned) for owned in self._live]
+        self._then, self._held = self._now, self._hold()
 
     def _walk(self) -> None:
         self._pending.clear()
@@ -109,8 +106,8 @@ class Watch:
             for path, module in root.named_modules():
                 if module not in self._free and id(module) not in seen:
                     self._add(f"{prefix}{path}{'.' * bool(path)}", module, seen)
-        self._live = [vars(owner) for _, owner in self._owners]
-        self._base = self._seen = [_copy(owned) for owned in self._live]  # what counts, and what was seen last
+        self._base = [copied(vars(owner)) for _, owner in self._owners]  # what counts
+        self._held = self._hold()  # what was seen last
         self._dicts, self._keys = [p.owned for p in self._places], [p.key for p in self._places]
         self._values = [p.tensor for p in self._places]
         tensors = {id(t): t for t in self._values if t is not None}
@@ -130,11 +127,13 @@ class Watch:
             seen.add(id(config))
             self._owners.append((f"{name}config.", config))
 
+    def _hold(self) -> Held:
+        return Held([owner for _, owner in self._owners], self._neutral)
+
     def _is_same(self) -> bool:
-        """Return whether every dictionary holds what it held."""
-        if not all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
-            return False
-        return _is_equal(self._live, self._seen)
+        """Return whether every dictionary holds what it held, as far as that may count."""
+        is_same = all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values))
+        return is_same and self._held.is_same()
 
     def _numbers(self) -> tuple[list[int], list[int]]:
         """Return the addresses of tensors, and how often each was written in place."""
@@ -174,7 +173,7 @@ class Watch:
 
     def _owned_changes(self) -> Iterator[Change]:
         for (name, owner), then in zip(self._owners, self._base, strict=True):
-            if not _is_equal(vars(owner), then):
+            if not is_equal(vars(owner), then):
                 yield from self._differences(name, owner, then, vars(owner))
 
     def _differences(self, name: str, owner: Any, then: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
@@ -230,27 +229,6 @@ def _address(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
 
 
-def _copy(owned: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which containers that are changed in place are copies, too, where it matters."""
-    return {k: v if k in OWN and k not in WATCHED else _copied(v, DEPTH) for k, v in owned.items()}
-
-
-def _copied(value: Any, depth: int) -> Any:
-    if depth and isinstance(value, dict):
-        return {key: _copied(v, depth - 1) for key, v in value.items()}
-    if depth and type(value) is list:
-        return [_copied(v, depth - 1) for v in value]
-    return set(value) if type(value) is set else value
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    """Return whether values are equal; those that cannot say are not."""
-    try:
-        return bool(a == b)  # parts of containers are compared by identity first
-    except Exception:  # tensors: ambiguous truth, other shapes or devices
-        return False
-
-
 def _is_as_it_was(before: Any, after: Any) -> bool:
     """Return whether an attribute has its value still. Keys may be added, and tensors that are no parameters or buffers
     do not count: forwards leave results there."""
@@ -258,7 +236,7 @@ def _is_as_it_was(before: Any, after: Any) -> bool:
         return True
     if isinstance(before, dict) and isinstance(after, dict):
         return all(key in after and _is_as_it_was(value, after[key]) for key, value in before.items())
-    return _is_equal(before, after)
+    return is_equal(before, after)
 
 
 def _told(value: Any) -> str:

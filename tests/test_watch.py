@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -87,6 +88,39 @@ def test_additions_do_not_count_nor_do_they_when_they_go():
         watch.accept(watch.changes())
         del model.extra, model.note
         assert watch.changes() == []
+
+
+def _hook_in_other_hooks(m):
+    m.model.norm._forward_hooks = OrderedDict()
+    m.model.norm.register_forward_hook(lambda *_: None)
+
+
+PLAIN = {
+    "other hooks": _hook_in_other_hooks,
+    "own forward": lambda m: setattr(m.model.norm, "forward", lambda x: x),
+    "value": lambda m: setattr(m.model.norm, "variance_epsilon", 1.0),
+    "no value": lambda m: delattr(m.model.norm, "variance_epsilon"),
+    "in place": lambda m: m.marks.append(2),
+    "new in config": lambda m: setattr(m.config, "something", 1),
+    "gone from config": lambda m: delattr(m.config, "rms_norm_eps"),
+    "emptied": lambda m: m.model.layers[0].mlp._modules.clear(),
+}
+
+
+@pytest.mark.parametrize("change", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("is_refreshed", [False, True])
+def test_changes_of_plain_attributes_are_seen(change, is_refreshed):
+    model = tiny_model("llama")
+    model.marks = [1]
+    watch = Watch({"": model})
+    if is_refreshed:
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)
+        watch.accept(watch.changes())
+    assert watch.changes() == []
+    change(model)
+    assert watch.changes()
+    assert watch.changes()
 
 
 def test_what_is_put_back_is_no_change():
