@@ -102,7 +102,9 @@ def refuse_autocast(device: torch.device) -> None:
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy `host` to `device` without waiting for the device."""
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    if device.type == "cuda":  # `pin_memory` asks the driver first whether `host` is pinned
+        host = torch.empty_like(host, pin_memory=True).copy_(host)
+    return host.to(device, non_blocking=True)
 
 
 def host_zeros(num: int, device: torch.device) -> torch.Tensor:

@@ -58,7 +58,7 @@ _launch = CachedLaunch(_admit_kernel)
 def admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Tensor, page_size: int) -> None:
     """See `specdec.core.functional.ops.RoundOps`."""
     (stops, width), sampling, block = (columns[3].shape[1], table.shape[1]), columns[4], 512
-    num_numbers = 1 + sum(column[0].numel() for column in columns)
+    num_numbers = 1 + sum(column.shape[1:].numel() for column in columns)
     assert sampling.T.is_contiguous() and table.is_contiguous() and packed.stride(1) == 1
     grid = packed.shape[0], triton.cdiv(width, block)
     sizes = (packed.stride(0), packed.shape[1] - num_numbers, width, page_size, len(sampling))

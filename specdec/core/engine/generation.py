@@ -115,6 +115,8 @@ _LENGTH = whole(0)
 # Settings that SamplingParams has under the same name, besides LAW.
 _TAKEN_OVER = (*(name for name in (*RULES, *OURS) if name not in ("min_length", "sequence_bias")),)
 _EVERY_REFUSED = MappingProxyType({**REFUSED, **REFUSED_SAMPLED})
+_KNOWN = (*_ACCEPTED, *_EVERY_REFUSED, *REFUSED_ARGUMENTS, *_ENGINES)
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ class Settings:
         settings = cls(values, frozenset({*of_call, *arguments}))
         settings._check()
         law = {n: arguments[n] for n in LAW if arguments.get(n) is not None}
-        SamplingParams(**law)  # a value that is wrong anyway raises here
+        if law:
+            SamplingParams(**law)  # a value that is wrong anyway raises here
         is_used = settings.samples or law.get("temperature") == 0  # which the best token fulfils, whatever else is said
         idle = [n for n in law if law[n] not in NEUTRAL[n] and not is_used]
         if idle:
@@ -170,7 +173,7 @@ class Settings:
         bias = self.get("sequence_bias")
         if bias is not None:
             chosen["logit_bias"] = {**_single_tokens(bias), **chosen.get("logit_bias", {})}
-        return SamplingParams(**chosen)
+        return SamplingParams(**chosen) if chosen else GREEDY
 
     @property
     def counts_prompts(self) -> bool:
@@ -235,12 +238,11 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in REFUSED_ARGUMENTS and value is not None:
             raise ValueError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
-    known = (*_ACCEPTED, *_EVERY_REFUSED, *REFUSED_ARGUMENTS, *_ENGINES)
-    unknown = next((name for name in arguments if name not in known), None)
+    unknown = next((name for name in arguments if name not in _KNOWN), None)
     if unknown is not None:
         raise ValueError(
             f"{unknown}={shown(arguments[unknown])}: generate() has no such option: expected settings of "
-            f"GenerationConfig, {', '.join((*OURS, *_ENGINES))}{suggest(unknown, known, _ALIASES)}"
+            f"GenerationConfig, {', '.join((*OURS, *_ENGINES))}{suggest(unknown, _KNOWN, _ALIASES)}"
         )
 
 

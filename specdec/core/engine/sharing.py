@@ -43,7 +43,7 @@ class Sharing:
     def has_more_soon(self, request: Request, num_cached: int) -> bool:
         """Return whether a running request will prefill a longer prefix of this prompt than is cached: waiting for it
         takes a step and saves those tokens."""
-        other = self._begun.get(_beginning(request))
+        other = self._begun.get(_beginning(request)) if self._tables.keeps_prefixes else None
         if other is None or other.is_prefilled or not other.is_running:
             return False
         num_shared = num_alike(*(_keys(r, r.prompt, 0) for r in (other, request)))

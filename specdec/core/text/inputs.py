@@ -49,8 +49,8 @@ def one_prompt(prompt: Any, name: str, tokenizer: Any) -> list[int]:
         if prompt.ndim == 2 and len(rows) != 1:
             raise ValueError(f"{name} is a tensor of {len(rows)} rows: expected one; give the tensor by itself")
         return rows[0] if prompt.ndim == 2 else rows
-    if _is_ints(prompt) or prompt == []:
-        return list(map(int, prompt))
+    if (kinds := _kinds_of_ints(prompt)) or prompt == []:
+        return list(prompt if kinds <= {int} else map(int, prompt))
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
             raise ValueError(f"{name} is text, but the engine has no tokenizer; attach(..., tokenizer=...)")
@@ -159,9 +159,15 @@ def _masked(rows: Sequence[list[int]], mask: Any) -> list[list[int]]:
 
 
 def _is_ints(value: Any) -> bool:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview) or len(value) == 0:
-        return False
-    return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, value)))
+    return bool(_kinds_of_ints(value))
+
+
+def _kinds_of_ints(value: Any) -> set[type]:
+    """Return the types in a list of integers; none for anything else."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
+        return set()
+    kinds = set(map(type, value))
+    return kinds if all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds) else set()
 
 
 def is_chat(value: Any) -> bool:
