@@ -111,6 +111,20 @@ def test_a_whole_prefill_leaves_what_one_in_parts_leaves(draft):
     assert replays(engines[0]) == len(batches) + 1 and engines[0].report().runners["target_prefill"]["replays"] == 0
 
 
+@pytest.mark.parametrize(("count", "is_beside"), [(1, True), (MOST_REQUESTS, True), (MOST_REQUESTS + 2, False)])
+def test_new_requests_come_in_the_copy_of_their_prefill(count, is_beside, monkeypatch):
+    """As far as there is room, whatever the size of the graph, and the longest prompt there can be among them."""
+    model = model_of()
+    engine, prompts = engine_of(model, max_prefill_tokens=64), prompts_of(122, *range(3, 2 + count))
+    inputs, taken = engine._core.prefill.whole._inputs, []
+    write_rows = engine._core.launcher._write_rows
+    monkeypatch.setattr(engine._core.launcher, "_write_rows", lambda rows: (taken.append(rows), write_rows(rows)))
+    assert engine.generate(prompts, max_new_tokens=6).tokens == [greedy(model, p, 6) for p in prompts]
+    assert [len(rows) for rows in taken] == [count]
+    assert (taken[0].untyped_storage().data_ptr() == inputs.untyped_storage().data_ptr()) == is_beside
+    engine.check_integrity()
+
+
 @pytest.mark.parametrize("name", ADMITTED if DEVICE.type == "cuda" else ("gemma3", "gpt_oss", "deepseek_v3"))
 def test_every_architecture_keeps_its_text(name):
     model, prompts = model_of(name), ragged_prompts()
@@ -272,6 +286,7 @@ def test_a_prefill_waits_for_nothing_and_is_a_launch_a_part(draft):
     requests = engine.submit(prompts, max_new_tokens=8)
     core.scheduler.admit()
     core.launcher.fill()
+    core.launcher.admit()
     torch.cuda.synchronize()
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         torch.cuda.set_sync_debug_mode("error")

@@ -162,9 +162,11 @@ class Core:
         has_posted = False
         if pieces:
             has_posted = self.launcher.prefill(pieces)
-        elif decoding := self._ready():
-            self.launcher.round(decoding)
-            has_posted = True
+        else:
+            self.launcher.admit()
+            if decoding := self._ready():
+                self.launcher.round(decoding)
+                has_posted = True
         self._owes_round = bool(pieces)
         self.delivery.read(self._lag if has_posted else 0)
 

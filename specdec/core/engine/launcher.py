@@ -15,11 +15,11 @@ from specdec.core.engine.packing import (
     pack_images,
     pack_piece,
     pack_requests,
+    pack_rows,
     rewrite_row,
-    write_history,
-    write_requests,
-    write_rope_deltas,
-    write_texts,
+    write_rest,
+    write_rows,
+    write_rules,
 )
 from specdec.core.engine.request import Request
 from specdec.core.engine.scheduler import Scheduler
@@ -27,6 +27,7 @@ from specdec.core.engine.tiers import Played, Tiers
 from specdec.core.functional.results import first_tokens
 from specdec.core.functional.sampling import SamplingKind
 from specdec.core.prefill.graphs import PrefillGraphs
+from specdec.core.prefill.whole import MOST_REQUESTS, NO_NUMBERS
 from specdec.core.round.graphs import RoundGraphs
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
@@ -88,6 +89,8 @@ class Launcher:
         self.tiers = Tiers(parts.config.shapes, None if catch_up is None else catch_up.features is not None)
         self._batch = StepBatch([], torch.empty(0, device=self._device), SamplingKind.GREEDY)
         self.is_launching = False
+        self._packed = NO_NUMBERS  # see `fill`
+        self._write_rows = partial(write_rows, parts.state, parts.tables, parts.ops)
 
     @property
     def tokens_in_flight(self) -> int:
@@ -95,31 +98,34 @@ class Launcher:
         return self._mailbox.num_pending * self._round_width
 
     def fill(self) -> None:
-        """Write constants and slot tables of newly admitted requests to the device."""
+        """Pack constants and slot tables of newly admitted requests, for a prefill or `admit`; write what few have."""
         admitted = self._scheduler.admitted
         try:
             constants = pack_requests(admitted)
         except Exception as error:  # admission checks arguments, so there should be none; the others go on
             self._scheduler.fail(list(admitted), error)
             return
-        write_requests(self._state, self._slot_tables, admitted, constants, self.program.ops)
-        if self.program.worker.reads_history:
-            write_history(self._state, admitted)
-        write_texts(self._state, admitted)
-        if self._context.rope_deltas is not None:
-            write_rope_deltas(self._context.rope_deltas, admitted)
+        self._packed = pack_rows(self._state, self._slot_tables, admitted, constants)
+        write_rest(self._state, admitted, self.program.worker.reads_history, self._context.rope_deltas)
         self._copy_states(
             {r.row: self._first_kept + r.state for r in admitted if r.row is not None and r.state is not None}
         )
-        self._scheduler.admitted = []
         self.tiers.note_admission()
+
+    def admit(self) -> None:
+        """Write what `fill` has packed of requests that are new still, in a copy of its own."""
+        if self._scheduler.admitted:
+            self._write_rows(copy_to(self._device, self._packed))
+            self._scheduler.admitted = []
 
     def rewind(self, requests: Sequence[Request]) -> None:
         """Take `requests` back to the text that the host knows. K/V and history up to there are theirs; the states of
         the draft are not, so it may propose less for a round."""
         for request in requests:
             request.rewind()
-        write_requests(self._state, self._slot_tables, requests, pack_requests(requests), self.program.ops)
+        packed = pack_rows(self._state, self._slot_tables, requests, pack_requests(requests))
+        self._write_rows(copy_to(self._device, packed))
+        write_rules(self._state, requests)
         last = np.array([[r.row, r.tokens[-1]] for r in requests], dtype=np.int64)
         rows, roots = copy_to(self._device, last.T.copy())
         self._state.roots.index_copy_(0, rows, roots)
@@ -140,6 +146,7 @@ class Launcher:
         if new == finished and self._takes_whole(pieces, kind):
             self._prefill_whole(pieces, finished, kind)
         else:
+            self.admit()
             self._prefill_in_parts(pieces, done, kind)
         self.is_launching = False
         for request in finished:
@@ -228,8 +235,12 @@ class Launcher:
         assert self.prefills.whole is not None
         assert finished == [r for r, _ in pieces[: len(finished)]], "only the last piece can be a part of its prompt"
         packed = [pack_piece(r, n) for r, n in pieces]
+        if len(self._scheduler.admitted) > MOST_REQUESTS:
+            self.admit()
         self._begin(pieces)
-        lines = self.prefills.whole(kind, packed)
+        beside = (self._packed, self._write_rows) if self._scheduler.admitted else None
+        lines = self.prefills.whole(kind, packed, beside)
+        self._scheduler.admitted = []
         if finished:
             self.post(finished, lines[: len(finished)])
 

@@ -33,24 +33,37 @@ def _numbers_of(request: Request) -> tuple[int, ...]:
     return (request.num_to_prefill, rest, request.adapter, *request.stop_ids, *no_ids, *request.sampling.bits)
 
 
-def write_requests(
-    state: EngineState, slot_tables: SlotTables, requests: Sequence[Request], constants: np.ndarray, ops: RoundOps
-) -> None:
-    """Write `constants` (see `pack_requests`) and the slot tables of admitted requests into their rows, in one copy;
-    those with penalties, bans or biases take two more each."""
+def pack_rows(
+    state: EngineState, slot_tables: SlotTables, requests: Sequence[Request], constants: np.ndarray
+) -> np.ndarray:
+    """Return rows of admitted requests, their `constants` (see `pack_requests`) and pages: [n, 1 + F + P] int64."""
     rows = [r.row for r in requests if r.row is not None]
     assert constants.shape[1] == state.num_admitted, "packed otherwise than EngineState.columns"
-    packed = np.concatenate([np.array(rows)[:, None], constants, slot_tables.pages_of(rows)], 1)
-    table = slot_tables.table
-    ops.admit(copy_to(table.device, packed), state.columns, table, slot_tables.page_size)
-    _write_rules(state, requests)
+    return np.concatenate([np.array(rows)[:, None], constants, slot_tables.pages_of(rows)], 1)
 
 
-def _write_rules(state: EngineState, requests: Sequence[Request]) -> None:
-    """Penalties, bans and biases of `requests`; nothing is launched where there are none."""
+def write_rows(state: EngineState, slot_tables: SlotTables, ops: RoundOps, packed: torch.Tensor) -> None:
+    """Write what `pack_rows` has packed, on the device, into its rows."""
+    ops.admit(packed, state.columns, slot_tables.table, slot_tables.page_size)
+
+
+def write_rules(state: EngineState, requests: Sequence[Request]) -> None:
+    """Penalties, bans and biases of `requests`, in two copies each; nothing is launched where there are none."""
     for r in requests:
         if r.row is not None and (r.sampling.has_processors or r.row in state.processors.used):
             state.processors.fill(r.row, r.prompt_ids, r.sampling, sorted(r.eos_ids))
+
+
+def write_rest(
+    state: EngineState, requests: Sequence[Request], reads_history: bool, rope_deltas: torch.Tensor | None
+) -> None:
+    """What few of the admitted `requests` have beside their rows: rules, tokens whose K/V is there, texts, images."""
+    write_rules(state, requests)
+    if reads_history:
+        write_history(state, requests)
+    write_texts(state, requests)
+    if rope_deltas is not None:
+        write_rope_deltas(rope_deltas, requests)
 
 
 def write_history(state: EngineState, requests: Sequence[Request]) -> None:
@@ -80,7 +93,7 @@ def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row:
     """Admit to `row` what it holds already, and no pages: for the dummy row, so that the kernel is compiled."""
     own = [column[row].reshape(-1) for column in state.columns]
     packed = torch.cat([own[0].new_tensor([row]), *own]).unsqueeze(0)
-    ops.admit(packed, state.columns, slot_tables.table, slot_tables.page_size)
+    write_rows(state, slot_tables, ops, packed)
 
 
 def pack_piece(request: Request, num_tokens: int) -> Piece:

@@ -39,6 +39,9 @@ WHOLE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 8
 
 SHORT_SIZES = (1, 2, 4)  # besides, where most of a prompt may be cached
 
+NO_NUMBERS = np.zeros(0, dtype=np.int64)
+Beside = tuple[np.ndarray, Callable[[torch.Tensor], None]]
+
 
 class Piece(NamedTuple):
     """A request in a prefill: its row, how many of its tokens are cached, ids [n] and next_ids [n] int64 on the host.
@@ -110,14 +113,16 @@ class WholeProgram:
 class WholePrefill:
     """Runs prefills from whole graphs. `runner` is the guard; what it refuses is prefilled in parts."""
 
-    def __init__(self, program: WholeProgram, setup: Setup, dummy_row: int):
-        """setup: its buckets are the token counts, its variants what is captured: kinds, alone or with FRESH."""
+    def __init__(self, program: WholeProgram, setup: Setup, dummy_row: int, room: int):
+        """setup: its buckets are the token counts, its variants what is captured: kinds, alone or with FRESH. room: for
+        so many numbers beside the inputs."""
         self._dummy_row = dummy_row
         self._counters = setup.counters
         self._variants = {key: _variant_for(*key, setup.variants) for key in product(SamplingKind, (False, True))}
-        # Both inputs are views of one tensor, so that one copy transfers them.
-        self._inputs = torch.zeros(HEAD + 2 * max(setup.buckets), dtype=torch.int64, device=setup.device)
-        self._requests, self._tokens = self._inputs[:HEAD].view(4, -1), self._inputs[HEAD:].view(-1, 2)
+        # Both inputs are views of one tensor, so that one copy transfers them, and what goes along behind them.
+        behind = HEAD + 2 * max(setup.buckets)
+        self._inputs = torch.zeros(behind + room, dtype=torch.int64, device=setup.device)
+        self._requests, self._tokens = self._inputs[:HEAD].view(4, -1), self._inputs[HEAD:behind].view(-1, 2)
         setup = replace(setup, shared={"tokens": self._tokens, "requests": self._requests})
         specs = [
             BufferSpec("tokens", lambda n: (n, 2), torch.int64, pad=0),
@@ -143,25 +148,32 @@ class WholePrefill:
             self._counters.count_reject(self.runner.runner.name, decision.reason)
         return decision.ok
 
-    def __call__(self, kind: SamplingKind, pieces: Sequence[Piece]) -> torch.Tensor:
+    def __call__(self, kind: SamplingKind, pieces: Sequence[Piece], beside: Beside | None = None) -> torch.Tensor:
         """Prefill `pieces`, which `can_run` has accepted: a line of results each, valid until the next call.
 
-        Lines of pieces that are not done say nothing.
+        Lines of pieces that are not done say nothing. beside: numbers that go along in the copy, and what takes them on
+        the device before the prefill begins.
         """
+        others, take = beside or (NO_NUMBERS, None)
         variant = self._variants[kind, any(piece.start for piece in pieces)]
         assert variant is not None
         runner = self.runner.runner
         size = runner.replayed_size(sum(len(p.ids) for p in pieces), variant)
-        host = host_zeros(HEAD + 2 * size, self._inputs.device)
+        behind = HEAD + 2 * size
+        host = host_zeros(behind + others.size, self._inputs.device)
         numbers = host.numpy()
-        requests, tokens = numbers[:HEAD].reshape(4, -1), numbers[HEAD:].reshape(-1, 2)  # views
+        requests, tokens = numbers[:HEAD].reshape(4, -1), numbers[HEAD:behind].reshape(-1, 2)  # views
         begin = 0
         for i, piece in enumerate(pieces):
             end, row = begin + len(piece.ids), piece.row - self._dummy_row
             tokens[begin:end, 0], tokens[begin:end, 1] = piece.ids, piece.next_ids
             requests[:, i] = row, row if piece.is_done else 0, piece.start, end - begin
             begin = end
-        self._inputs[: len(host)].copy_(host, non_blocking=True)
+        numbers[behind:] = others.reshape(-1)
+        there = self._inputs[: len(host)]
+        there.copy_(host, non_blocking=True)
+        if take is not None:
+            take(there[behind:].view(others.shape))
         return runner(variant, {"tokens": self._tokens[:size], "requests": self._requests})[: len(pieces)]
 
 
@@ -200,7 +212,8 @@ def whole_graphs(
         variants=variants,
         unit="tokens",
     )
-    made = WholePrefill(WholeProgram(parts, program, capture.divide), setup, config.dummy_row)
+    room = MOST_REQUESTS * (1 + parts.state.num_admitted + parts.tables.most_pages)
+    made = WholePrefill(WholeProgram(parts, program, capture.divide), setup, config.dummy_row, room)
     made.runner.device_bound_from = device_bound_from
     return made
 
