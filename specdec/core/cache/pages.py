@@ -29,7 +29,8 @@ class Pages:
 
     def hold(self, pages: np.ndarray) -> None:
         """Hold `pages`, which others hold already."""
-        self.holders[pages] += 1
+        if len(pages):
+            self.holders[pages] += 1
 
     def drop(self, pages: np.ndarray) -> None:
         """Hold `pages` no longer; those that nobody else holds are free."""

@@ -104,7 +104,7 @@ class SlotTables:
             self._pages.drop(shared)
             return None
         row = self._free_rows.pop()
-        self._of_row[row] = np.concatenate([shared, own])
+        self._of_row[row] = np.concatenate([shared, own]) if len(shared) else own
         return row
 
     def num_slots(self, row: int) -> int:
