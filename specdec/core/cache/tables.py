@@ -75,11 +75,6 @@ class SlotTables:
         """The most slots that one request can have."""
         return min(self.num_pages * self.page_size, self.table.shape[1])
 
-    @property
-    def most_pages(self) -> int:
-        """The most pages that one request can have."""
-        return self.pages_for(self.most_tokens)
-
     def check_fits(self, num_tokens: int) -> None:
         """Raise CapacityError if a request of `num_tokens` slots could not run even alone."""
         if self.pages_for(num_tokens) > self.num_pages:

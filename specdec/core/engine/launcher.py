@@ -27,7 +27,7 @@ from specdec.core.engine.tiers import Played, Tiers
 from specdec.core.functional.results import first_tokens
 from specdec.core.functional.sampling import SamplingKind
 from specdec.core.prefill.graphs import PrefillGraphs
-from specdec.core.prefill.whole import MOST_REQUESTS, NO_NUMBERS
+from specdec.core.prefill.whole import NO_NUMBERS, ROOM
 from specdec.core.round.graphs import RoundGraphs
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
@@ -235,7 +235,7 @@ class Launcher:
         assert self.prefills.whole is not None
         assert finished == [r for r, _ in pieces[: len(finished)]], "only the last piece can be a part of its prompt"
         packed = [pack_piece(r, n) for r, n in pieces]
-        if len(self._scheduler.admitted) > MOST_REQUESTS:
+        if self._packed.size > ROOM:
             self.admit()
         self._begin(pieces)
         beside = (self._packed, self._write_rows) if self._scheduler.admitted else None

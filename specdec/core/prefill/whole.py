@@ -39,6 +39,7 @@ WHOLE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 8
 
 SHORT_SIZES = (1, 2, 4)  # besides, where most of a prompt may be cached
 
+ROOM = 4096  # numbers that may go along in the copy of a prefill's inputs
 NO_NUMBERS = np.zeros(0, dtype=np.int64)
 Beside = tuple[np.ndarray, Callable[[torch.Tensor], None]]
 
@@ -113,15 +114,15 @@ class WholeProgram:
 class WholePrefill:
     """Runs prefills from whole graphs. `runner` is the guard; what it refuses is prefilled in parts."""
 
-    def __init__(self, program: WholeProgram, setup: Setup, dummy_row: int, room: int):
-        """setup: its buckets are the token counts, its variants what is captured: kinds, alone or with FRESH. room: for
-        so many numbers beside the inputs."""
+    def __init__(self, program: WholeProgram, setup: Setup, dummy_row: int):
+        """setup: its buckets are the token counts, its variants what is captured: kinds, alone or with FRESH."""
         self._dummy_row = dummy_row
         self._counters = setup.counters
         self._variants = {key: _variant_for(*key, setup.variants) for key in product(SamplingKind, (False, True))}
         # Both inputs are views of one tensor, so that one copy transfers them, and what goes along behind them.
         behind = HEAD + 2 * max(setup.buckets)
-        self._inputs = torch.zeros(behind + room, dtype=torch.int64, device=setup.device)
+        self._inputs = torch.zeros(behind + ROOM, dtype=torch.int64, device=setup.device)
+        self._host: torch.Tensor | None = None  # zeros for the next copy
         self._requests, self._tokens = self._inputs[:HEAD].view(4, -1), self._inputs[HEAD:behind].view(-1, 2)
         setup = replace(setup, shared={"tokens": self._tokens, "requests": self._requests})
         specs = [
@@ -151,8 +152,8 @@ class WholePrefill:
     def __call__(self, kind: SamplingKind, pieces: Sequence[Piece], beside: Beside | None = None) -> torch.Tensor:
         """Prefill `pieces`, which `can_run` has accepted: a line of results each, valid until the next call.
 
-        Lines of pieces that are not done say nothing. beside: numbers that go along in the copy, and what takes them on
-        the device before the prefill begins.
+        Lines of pieces that are not done say nothing. beside: up to ROOM numbers that go along in the copy, and what
+        takes them on the device before the prefill begins.
         """
         others, take = beside or (NO_NUMBERS, None)
         variant = self._variants[kind, any(piece.start for piece in pieces)]
@@ -160,7 +161,8 @@ class WholePrefill:
         runner = self.runner.runner
         size = runner.replayed_size(sum(len(p.ids) for p in pieces), variant)
         behind = HEAD + 2 * size
-        host = host_zeros(behind + others.size, self._inputs.device)
+        zeros, self._host = self._host, None  # the copy may last: what it reads is used once
+        host = (self._new_host() if zeros is None else zeros)[: behind + others.size]
         numbers = host.numpy()
         requests, tokens = numbers[:HEAD].reshape(4, -1), numbers[HEAD:behind].reshape(-1, 2)  # views
         begin = 0
@@ -174,7 +176,12 @@ class WholePrefill:
         there.copy_(host, non_blocking=True)
         if take is not None:
             take(there[behind:].view(others.shape))
-        return runner(variant, {"tokens": self._tokens[:size], "requests": self._requests})[: len(pieces)]
+        lines = runner(variant, {"tokens": self._tokens[:size], "requests": self._requests})
+        self._host = self._new_host()  # now: the device works
+        return lines[: len(pieces)]
+
+    def _new_host(self) -> torch.Tensor:
+        return host_zeros(len(self._inputs), self._inputs.device)
 
 
 def _variant_for(kind: SamplingKind, has_cached: bool, variants: Sequence[str]) -> str | None:
@@ -212,8 +219,7 @@ def whole_graphs(
         variants=variants,
         unit="tokens",
     )
-    room = MOST_REQUESTS * (1 + parts.state.num_admitted + parts.tables.most_pages)
-    made = WholePrefill(WholeProgram(parts, program, capture.divide), setup, config.dummy_row, room)
+    made = WholePrefill(WholeProgram(parts, program, capture.divide), setup, config.dummy_row)
     made.runner.device_bound_from = device_bound_from
     return made
 
