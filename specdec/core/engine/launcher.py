@@ -16,10 +16,10 @@ from specdec.core.engine.packing import (
     pack_piece,
     pack_requests,
     pack_rows,
+    rewrite_requests,
     rewrite_row,
     write_rest,
     write_rows,
-    write_rules,
 )
 from specdec.core.engine.request import Request
 from specdec.core.engine.scheduler import Scheduler
@@ -123,12 +123,7 @@ class Launcher:
         the draft are not, so it may propose less for a round."""
         for request in requests:
             request.rewind()
-        packed = pack_rows(self._state, self._slot_tables, requests, pack_requests(requests))
-        self._write_rows(copy_to(self._device, packed))
-        write_rules(self._state, requests)
-        last = np.array([[r.row, r.tokens[-1]] for r in requests], dtype=np.int64)
-        rows, roots = copy_to(self._device, last.T.copy())
-        self._state.roots.index_copy_(0, rows, roots)
+        rewrite_requests(self._state, self._slot_tables, self.program.ops, requests)
         assert self.feed is not None
         self.feed.num_undone += len(requests)
 

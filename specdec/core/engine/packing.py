@@ -89,6 +89,18 @@ def write_rope_deltas(deltas: torch.Tensor, requests: Sequence[Request]) -> None
     deltas.index_copy_(0, rows, values)
 
 
+def rewrite_requests(state: EngineState, slot_tables: SlotTables, ops: RoundOps, requests: Sequence[Request]) -> None:
+    """Write `requests` with text, which were taken back, into their rows again, and the last tokens as roots."""
+    device = slot_tables.table.device
+    write_rows(
+        state, slot_tables, ops, copy_to(device, pack_rows(state, slot_tables, requests, pack_requests(requests)))
+    )
+    write_rules(state, requests)
+    last = np.array([[r.row, r.tokens[-1]] for r in requests], dtype=np.int64)
+    rows, roots = copy_to(device, last.T.copy())
+    state.roots.index_copy_(0, rows, roots)
+
+
 def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row: int) -> None:
     """Admit to `row` what it holds already, and no pages: for the dummy row, so that the kernel is compiled."""
     own = [column[row].reshape(-1) for column in state.columns]
