@@ -123,8 +123,9 @@ def _experts_norm_kernel(
     if SHARED:
         added = tl.load(shared + at, mask=inside, other=0.0)
         if GATED:
-            number = tl.sigmoid(tl.load(gate + token * gate_stride).to(tl.float32)).to(added.dtype)
-            added = (added.to(tl.float32) * number.to(tl.float32)).to(added.dtype)
+            number = tl.sigmoid(tl.load(gate + token * gate_stride).to(tl.float32)).to(added.dtype).to(tl.float32)
+            zero = tl.zeros([BLOCK], tl.float32)  # a product alone would be fused with the sum, and not rounded
+            added = tl.fma(added.to(tl.float32), zero + number, zero).to(added.dtype)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
     value = (value.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
     tl.store(total + at, value, mask=inside)
