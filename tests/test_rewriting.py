@@ -16,6 +16,7 @@ from specdec.reach.targets.compiling.target import _subject
 from specdec.reach.targets.hf import HFTarget
 from specdec.tools.measure.shapes import make_target
 from tests.heads import random_draft
+from tests.recurrent_models import CONFIGS, recurrent_model
 from tests.tiny_models import tiny_model
 
 OPS = ("linear", "gated_linear", "rms_norm", "add_rms_norm", "rope_tables")
@@ -73,6 +74,14 @@ def test_layers_are_of_our_ops(name, flat):
     ((found, covered),) = flat
     assert found == EXPECTED[name]
     assert all(covered), "no layer of these needs a compiler"
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("qwen4_exp", "inkling")])  # they are refused
+def test_every_recurrent_model_computes_the_same_of_our_ops(name):
+    """In 16 bits, which the gates and norms of hybrids are recognised in."""
+    target = HFTarget(recurrent_model(name, dtype=torch.bfloat16))
+    config = EngineConfig(compile=True, compiler="eager")
+    trace_checked(_subject(target, config), config, target.device).release()
 
 
 def test_hybrids_with_experts_have_no_ops_of_others_around_their_recurrence(flat):

@@ -83,10 +83,11 @@ def _gated(norm: fx.Node) -> tuple[tuple[Any, ...], fx.Node, set[fx.Node]] | Non
     """Return arguments of `gated_rms_norm`, the result and the nodes where all that uses `norm` is norm * silu(gate)
     in fp32, rounded to its dtype."""
     product = only_user(norm)
-    last = only_user(product)
     pair = operands(product, lambda n: n is norm) if is_product(product) else None
-    is_rounded = is_method(last, *CASTS) and value(last).dtype == value(norm).dtype
-    if pair is None or not is_rounded or not is_function(pair[1], F.silu) or only_user(pair[1]) is None:
+    if pair is None or not is_function(pair[1], F.silu) or only_user(pair[1]) is None:
+        return None
+    last = only_user(product)
+    if not is_method(last, *CASTS) or value(last).dtype != value(norm).dtype:
         return None
     active, wide = pair[1], pair[1].args[0]
     gate = uncast(wide)
