@@ -193,7 +193,7 @@ def experts_rms_norm(
         stride = 0 if gate is None else gate.stride(0)
         constants = {"H": H, "K": k, "ROUND": torch.promote_types(rows.dtype, weights.dtype) == rows.dtype}
         constants |= {"SHARED": shared is not None, "GATED": gate is not None, "LATE": is_late}
-        constants |= {"BLOCK": triton.next_power_of_2(H), "num_warps": NORM_WARPS, **early()}
+        constants |= {"BLOCK": triton.next_power_of_2(H), "num_warps": NORM_WARPS, **early(num_tokens)}
         args = rows, weights, shared, gate, residual, scale, out, total, stride, eps, offset
         _experts_norm_kernel[(num_tokens,)](*args, **constants)
     return out, total

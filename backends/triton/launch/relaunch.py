@@ -95,9 +95,9 @@ def follows_early(num_rows: int = 1) -> bool:
     return PDL and num_rows <= EARLY_ROWS and capability() >= 90
 
 
-def early() -> dict[str, bool]:
-    """Arguments of a launch whose kernel begins with `wait_for_others(PDL, ...)`."""
-    is_early = follows_early()
+def early(num_rows: int = 1) -> dict[str, bool]:
+    """Arguments of a launch whose kernel begins with `wait_for_others(PDL, ...)`; see `follows_early`."""
+    is_early = follows_early(num_rows)
     return {"PDL": is_early, "launch_pdl": is_early}
 
 
