@@ -1,6 +1,7 @@
 """Products, norms and rope tables of traced layers that become ops of ours: which do, and that results stay."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from specdec.core.config import EngineConfig
 from specdec.graphs.compile import pieces
 from specdec.graphs.compile.trace import trace
 from specdec.reach.targets.compiling.checked import rewrite, trace_checked
+from specdec.reach.targets.compiling.tables import take_over_tables
 from specdec.reach.targets.compiling.target import _subject
 from specdec.reach.targets.hf import HFTarget
 from specdec.tools.measure.shapes import make_target
@@ -94,7 +96,7 @@ def test_hybrids_with_experts_have_no_ops_of_others_around_their_recurrence(flat
     assert found["scan"] == found["conv"] == found["gated_rms_norm"] == found["delta_gates"] > 0
     assert found["experts_rms_norm"] == found["top_scores"] == num_layers and not found["weighted_sum"]
     assert found["apply_gate"] == num_layers + len(target.spec.layers), "of shared experts, and behind attention"
-    assert all(covered[1:]), "but for rope tables of three positions no compiler is needed"
+    assert found["rope_tables"] == 1 and all(covered), "of three equal positions; no compiler is needed"
 
 
 @pytest.mark.parametrize("algo", ["eagle", "eagle3"])
@@ -188,9 +190,35 @@ def rounded_positions(x):
     return torch.cat([angles.cos()[0], angles.sin()[0]], -1)
 
 
+def three_positions(x, are_equal):
+    """A rope of three positions a token, which takes turns between them."""
+    positions = x[:, :1].ne(9).cumsum(0).transpose(0, 1)
+    positions = positions[None].expand(3, 1, -1) if are_equal else torch.stack([positions + i for i in range(3)])
+    frequencies = x.new_full((8,), 0.25)[None, None, :, None].float().expand(3, 1, -1, 1)
+    angles = (frequencies @ positions[:, :, None, :].float()).transpose(2, 3)
+    results = []
+    for table in (angles.cos() * 0.5, angles.sin() * 0.5):
+        first = table[0]
+        for i in (1, 2):
+            first[..., slice(i, 6, 3)] = table[i, ..., slice(i, 6, 3)]
+        results.append(torch.cat((first, first), dim=-1).to(dtype=x.dtype)[0])
+    return torch.cat(results, -1)
+
+
 @pytest.mark.parametrize(("run", "expected"), [(sines_first, 1), (rounded_positions, 0)])
 def test_which_tables_are_recognised(run, expected):
     assert _compare(lambda x: (run(x),), torch.randn(5, 64))[4] == expected
+
+
+@pytest.mark.parametrize("are_equal", [True, False])
+def test_tables_of_three_positions_are_those_of_one_where_these_are_equal(are_equal):
+    graphs, x = [], torch.randn(5, 64)
+    capture = partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
+    expected = capture(three_positions)(x, are_equal)
+    take_over_tables(graphs[0])
+    graphs[0].recompile()
+    assert ops_of(graphs[0])["rope_tables"] == are_equal
+    torch.testing.assert_close(graphs[0](x)[0], expected)
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,4 +1,7 @@
-"""Replaces a rope's tables in a traced graph, cos and sin of positions times frequencies, by `specdec::rope_tables`."""
+"""Replaces a rope's tables in a traced graph, cos and sin of positions times frequencies, by `specdec::rope_tables`.
+
+Qwen3.5 writes tables of images' rows and columns into those of time. Those of text are equal: one is enough.
+"""
 
 import operator
 from typing import Any
@@ -22,6 +25,7 @@ _ALL = slice(None, None, None)
 
 def take_over_tables(graph: fx.GraphModule) -> None:
     """Rewrite every pair of tables [1, T, R] that is recognised, in place."""
+    _drop_equal_writes(graph.graph)
     for node in list(graph.graph.nodes):
         angles = node.args[0] if is_method(node, "cos") else None
         sines = [n for n in angles.users if is_method(n, "sin")] if isinstance(angles, fx.Node) else []
@@ -29,53 +33,104 @@ def take_over_tables(graph: fx.GraphModule) -> None:
         if origin is None or len(sines) != 1:
             continue
         positions, frequencies, is_doubled = origin
-        (cos, scale), (sin, other) = _result(node), _result(sines[0])
-        if scale != other or value(cos).dtype != value(sin).dtype:
+        cos, scale, is_first, is_twice = _result(node)
+        sin, *others = _result(sines[0])
+        if (
+            [scale, is_first, is_twice] != others
+            or value(cos).dtype != value(sin).dtype
+            or is_first != (value(node).dim() == 4)
+        ):
             continue
-        with graph.graph.inserting_before(min(node, sines[0])):
-            arguments = (positions, frequencies, scale, is_doubled, value(cos).dtype)
-            tables = graph.graph.call_function(torch.ops.specdec.rope_tables.default, arguments)
-            for i, old in enumerate((cos, sin)):
-                new = graph.graph.call_function(operator.getitem, (tables, i))
-                new.meta = dict(old.meta)
-                old.replace_all_uses_with(new)
-        for old in (cos, sin):
-            erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
+        if is_first:
+            with graph.graph.inserting_before(min(node, sines[0])):
+                positions = graph.graph.call_function(operator.getitem, (positions, 0))
+        is_doubled = is_doubled or is_twice
+        arguments = (positions, frequencies, scale, is_doubled, value(cos).dtype)
+        _replace(graph.graph, arguments, (cos, sin), min(node, sines[0]))
+
+
+def _replace(graph: fx.Graph, arguments: tuple[Any, ...], pair: tuple[fx.Node, fx.Node], before: fx.Node) -> None:
+    """Put our op before a node, in place of the `pair` of tables."""
+    with graph.inserting_before(before):
+        tables = graph.call_function(torch.ops.specdec.rope_tables.default, arguments)
+        for i, old in enumerate(pair):
+            new = graph.call_function(operator.getitem, (tables, i))
+            new.meta = dict(old.meta)
+            old.replace_all_uses_with(new)
+    for old in pair:
+        erase_upwards(graph, old, lambda n: n.op != "placeholder")
+
+
+def _drop_equal_writes(graph: fx.Graph) -> None:
+    """Erase writes x[0][..., s] = x[i, ..., s] where all of x along its first dimension is equal."""
+    for node in [n for n in graph.nodes if is_function(n, operator.setitem)]:
+        into, index, given = node.args
+        if not all(is_function(n, operator.getitem) for n in (into, given)) or into.args[0] is not given.args[0]:
+            continue
+        if into.args[1] == 0 and given.args[1][1:] == index and _is_repeated(into.args[0]):
+            graph.erase_node(node)
+            erase_upwards(graph, given, lambda n: True)
+
+
+def _is_repeated(node: Any) -> bool:
+    """Return whether all of `node` along its first dimension is equal."""
+    if is_method(node, "expand"):
+        source = node.args[0]
+        is_new = value(source).dim() < value(node).dim() or value(source).shape[0] == 1
+        return is_new or _is_repeated(source)
+    if is_function(node, operator.getitem):
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return isinstance(index[0], slice) and _is_repeated(node.args[0])
+    if is_function(node, torch.matmul, operator.matmul):
+        return value(node).dim() > 2 and all(value(n).dim() == value(node).dim() and _is_repeated(n) for n in node.args)
+    if is_method(node, "transpose"):
+        return 0 not in node.args[1:] and _is_repeated(node.args[0])
+    is_unary = is_method(node, "cos", "sin", "float", "to") or (is_product(node) and not is_tensor(node.args[1]))
+    return is_unary and _is_repeated(node.args[0])
 
 
 def _origin(angles: Any) -> tuple[fx.Node, fx.Node, bool] | None:
-    """Return positions [1, T], frequencies [F], and whether `angles` [1, T, F or 2F] are their products twice."""
+    """Return positions [1, T], frequencies [F], and whether `angles` [1, T, F or 2F] are their products twice; or
+    positions [3, 1, T], which are equal, of angles [3, 1, T, F]."""
     is_doubled = is_function(angles, torch.cat) and (*angles.args[1:], *angles.kwargs.values()) == (-1,)
     if is_doubled:
         first, *rest = angles.args[0]
         if rest != [first]:
             return None
         angles = first
-    if not is_method(angles, "transpose") or angles.args[1:] != (1, 2):
+    if not is_method(angles, "transpose") or angles.args[1:] not in ((1, 2), (2, 3)):
         return None
     product = angles.args[0]
     if not is_function(product, torch.matmul, operator.matmul) or value(product).dtype != torch.float32:
         return None
     frequencies, positions = (_spread(side) for side in product.args)
-    if frequencies is None or positions is None or frequencies.args[1] != (None, _ALL, None):
+    if frequencies is None or positions is None or frequencies.args[1] != ((None,) * angles.args[1] + (_ALL, None)):
         return None
-    if positions.args[1] != (_ALL, None, _ALL) or value(frequencies.args[0]).dim() != 1:
+    if positions.args[1] != ((_ALL,) * angles.args[1] + (None, _ALL)) or value(frequencies.args[0]).dim() != 1:
         return None
-    return positions.args[0], frequencies.args[0], is_doubled
+    is_one = angles.args[1] == 1 or _is_repeated(positions.args[0])
+    return (positions.args[0], frequencies.args[0], is_doubled) if is_one else None
 
 
 def _spread(node: Any) -> Any:
-    """Return the indexing of a tensor that `node` is the fp32 of, expanded to a batch of one."""
+    """Return the indexing of a tensor that `node` is the fp32 of, expanded to a batch of one, or to three."""
     node = uncast(node)
-    if is_method(node, "expand") and is_tensor(node.args[0]) and value(node).shape == value(node.args[0]).shape:
+    if is_method(node, "expand") and is_tensor(node.args[0]) and value(node).shape[1:] == value(node.args[0]).shape[1:]:
         node = uncast(node.args[0])
     return node if is_function(node, operator.getitem) and is_tensor(node.args[0]) else None
 
 
-def _result(node: Any) -> tuple[fx.Node, float]:
-    """Return `node` times a number and in another dtype, as far as that is all that uses it, and the number."""
+def _result(node: Any) -> tuple[fx.Node, float, bool, bool]:
+    """Return `node` times a number, the first of it, twice, and in another dtype, as far as that is all that uses it;
+    and the number, and whether it is the first, and twice."""
     scale, user = 1.0, only_user(node)
     if is_product(user) and isinstance(user.args[1], (int, float)):
         node, scale = user, float(user.args[1])
         user = only_user(node)
-    return (user, scale) if is_method(user, "to") else (node, scale)
+    is_first = value(node).dim() == 4 and is_function(user, operator.getitem) and user.args[1] == 0
+    if is_first:
+        node, user = user, only_user(user)
+    is_doubled = is_function(user, torch.cat) and (*user.args, *user.kwargs.values()) in (((node, node), -1),)
+    if is_doubled:
+        node, user = user, only_user(user)
+    return user if is_method(user, "to") else node, scale, is_first, is_doubled
