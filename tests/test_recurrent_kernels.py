@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.backends.metadata import TORCH_METADATA
-from specdec.backends.recurrent import StateScope, conv, delta_gates_twin, recurrent_scope, scan
+from specdec.backends.recurrent import StateScope, conv, recurrent_scope, scan
+from specdec.backends.recurrent.gates import delta_gates_twin
 from specdec.backends.recurrent.reference import TORCH_RECURRENT
 from specdec.backends.recurrent.state_pool import EPS, ConvSpec, ScanInputs, ScanSpec, StatePool
 from specdec.backends.triton.recurrent import chunks, units

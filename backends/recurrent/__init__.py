@@ -1,4 +1,4 @@
-"""`specdec::conv`, `scan` and `delta_gates`, the custom ops of recurrent layers, and the scope of their state.
+"""`specdec::conv` and `specdec::scan`, the custom ops of recurrent layers, and the scope they find their state in.
 
 As with `specdec::attn`, the ops know only a layer number; what a forward keeps between calls is no argument of theirs.
 """
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from specdec.backends.experts import has_triton
 from specdec.backends.library import Scope, op
 from specdec.backends.recurrent.state_pool import ScanInputs, StatePool
 from specdec.core.batch import AttentionMetadata
@@ -67,29 +65,3 @@ def scan(
 ) -> torch.Tensor:
     """Run a layer's recurrence along the sequences of the current scope, see `StatePool.scan`: [T, heads, v_dim]."""
     return _SCOPE.get().scan(ScanInputs(q, k, v, g, beta, rates, scale), layer_id).contiguous()
-
-
-@op(
-    "delta_gates(Tensor a, Tensor b, Tensor log_rates, Tensor bias) -> (Tensor, Tensor)",
-    lambda a, b, *_: tuple(a.new_empty(a.shape, dtype=torch.float32) for _ in range(2)),
-)
-def delta_gates(
-    a: torch.Tensor, b: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return g and beta [T, H] fp32 of gated delta rules: -exp(log_rates) * softplus(a + bias), and sigmoid(b), rounded
-    to b's dtype.
-
-    a, b: [T, H], of any strides; log_rates, bias: [H].
-    """
-    if not a.is_cuda or not has_triton():
-        return delta_gates_twin(a, b, log_rates, bias)
-    from specdec.backends.triton.recurrent import units
-
-    return units.delta_gates(a, b, log_rates, bias)
-
-
-def delta_gates_twin(
-    a: torch.Tensor, b: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `delta_gates`."""
-    return -log_rates.float().exp() * F.softplus(a.float() + bias.float()), b.sigmoid().float()

@@ -1,8 +1,8 @@
 """What scans of gated delta rules take: decays and strengths; and, for prefills by chunks whose queries and keys are to
 be made units, values, strengths and factors of outputs.
 
-Twins: `recurrent.delta_gates_twin` and `recurrent.reference._units`. Queries and keys stay in 16 bits, for cheaper
-products.
+Twins: `recurrent.gates.delta_gates_twin` and `recurrent.reference._units`. Queries and keys stay in 16 bits, for
+cheaper products.
 """
 
 import torch
@@ -63,7 +63,7 @@ def _gates_kernel(
 def delta_gates(
     a: torch.Tensor, b: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.backends.recurrent.delta_gates`."""
+    """See `specdec.backends.recurrent.gates.delta_gates`."""
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     num_rows, H = a.shape
     g, beta = torch.empty(2, num_rows, H, dtype=torch.float32, device=a.device)

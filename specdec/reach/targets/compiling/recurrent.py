@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from specdec.backends.recurrent import gates  # noqa: F401 (it defines an op)
 from specdec.reach.targets.compiling.matching import (
     erase_upwards,
     is_function,
