@@ -8,11 +8,12 @@ import time
 import pytest
 
 import specdec
-from tests.test_serve import CHAT, TOKENIZER, serving
 from tests.tiny_models import tiny_model
 
 httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
+openai = pytest.importorskip("openai")  # before test_serve, whose import it would break off
+from tests.test_serve import CHAT, TOKENIZER, serving  # noqa: E402
+
 schema = pytest.importorskip("specdec.tools.serve.schema")
 server = pytest.importorskip("specdec.tools.serve.server")
 prompts = pytest.importorskip("specdec.tools.serve.guard")

@@ -10,8 +10,10 @@ import pytest
 import specdec
 from specdec.core.errors import AttachError, CapacityError, DetachedError
 from specdec.tools.serve.channel import Channel, packed, received
-from tests.test_serve import long, tiny_model
 from tests.test_text import TOKENIZER
+
+pytest.importorskip("openai")  # before test_serve, whose import it would break off
+from tests.test_serve import long, tiny_model
 
 httpx = pytest.importorskip("httpx")
 api_server = pytest.importorskip("specdec.tools.serve.api_server")

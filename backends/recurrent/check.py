@@ -121,9 +121,12 @@ def _call(spec: RecurrentSpec, dtype: torch.dtype, random: torch.Generator) -> C
     rates = -uniform(spec.heads, spec.k_dim, spec.v_dim) if is_by_element else None
     of_keys = torch.float32 if is_by_element else dtype
 
+    scales = cycle([spec.k_dim**-0.5, None] if spec.is_corrected else [None])
+
     def scan(pool: StatePool, metadata: AttentionMetadata) -> torch.Tensor:
-        num = metadata.positions.shape[0]
-        q, k = (normal(num, spec.key_heads, spec.k_dim) * spec.k_dim**-0.5 for _ in range(2))
+        num, scale = metadata.positions.shape[0], next(scales)
+        given = spec.key_heads // (2 if scale and spec.key_heads % 2 == 0 else 1)  # heads may share keys, too
+        q, k = (normal(num, given, spec.k_dim) * spec.k_dim**-0.5 for _ in range(2))
         steps = pace * uniform(num, *spec.decay_shape)
         inputs = ScanInputs(
             q=q.to(of_keys),
@@ -132,7 +135,7 @@ def _call(spec: RecurrentSpec, dtype: torch.dtype, random: torch.Generator) -> C
             g=steps if is_by_element else -steps,
             beta=uniform(num, spec.heads) if spec.is_corrected else None,
             rates=rates,
-            scale=spec.k_dim**-0.5 if spec.is_corrected else None,
+            scale=scale,
         )
         return pool.scan(inputs, 0, metadata)
 

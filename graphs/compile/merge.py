@@ -59,9 +59,9 @@ def _unaligned(num_features: int, weight: torch.Tensor) -> int:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """Return the tensor that `node` is a view or a copy of, of the same shape and dtype: products of both are of one
-    input."""
-    while node.op == "call_method" and node.target in ("view", "reshape", "to"):
+    """Return the tensor that `node` is a view of, of the same shape and dtype, or a cast to its own dtype: products of
+    both are of one input."""
+    while node.op == "call_method" and node.target in ("view", "reshape", "to") and not node.kwargs:
         source = node.args[0]
         if not isinstance(source, fx.Node) or _kind(source) != _kind(node):
             break

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import early, follows_early, wait_for_others
+from specdec.backends.triton.launch.relaunch import early_and_leading, follows_early, wait_for_others
 from specdec.backends.triton.linear.norms import normalised
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
@@ -114,9 +114,10 @@ def _experts_norm_kernel(
     LATE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """One token. SHARED: with what its shared experts give; GATED: times the sigmoid of a number."""
-    wait_for_others(PDL, True)
+    wait_for_others(PDL, LEADS)
     token, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at, inside = token * H + h, h < H
     value = _sum(rows, weights, token, h, H, K, ROUND, BLOCK).to(out.dtype.element_ty)
@@ -193,7 +194,7 @@ def experts_rms_norm(
         stride = 0 if gate is None else gate.stride(0)
         constants = {"H": H, "K": k, "ROUND": torch.promote_types(rows.dtype, weights.dtype) == rows.dtype}
         constants |= {"SHARED": shared is not None, "GATED": gate is not None, "LATE": is_late}
-        constants |= {"BLOCK": triton.next_power_of_2(H), "num_warps": NORM_WARPS, **early(num_tokens)}
+        constants |= {"BLOCK": triton.next_power_of_2(H), "num_warps": NORM_WARPS, **early_and_leading(num_tokens)}
         args = rows, weights, shared, gate, residual, scale, out, total, stride, eps, offset
         _experts_norm_kernel[(num_tokens,)](*args, **constants)
     return out, total

@@ -19,6 +19,7 @@ from specdec.backends.triton.launch.ahead import is_rehearsing
 # Programmatic dependent launch: a kernel is launched before the one in front has ended. SPECDEC_PDL=0 turns it off.
 PDL = os.environ.get("SPECDEC_PDL", "1") == "1"
 EARLY_ROWS = 128  # at most, of products and norms that are launched so
+OUR_ROWS = 64  # at most, of products that are ours in any case: those of more may be cuBLAS's
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton.jit reads it too, on import
 
 
@@ -99,6 +100,15 @@ def early(num_rows: int = 1) -> dict[str, bool]:
     """Arguments of a launch whose kernel begins with `wait_for_others(PDL, ...)`; see `follows_early`."""
     is_early = follows_early(num_rows)
     return {"PDL": is_early, "launch_pdl": is_early}
+
+
+def early_and_leading(num_rows: int) -> dict[str, bool]:
+    """Arguments of a launch whose kernel begins with `wait_for_others(PDL, LEADS)`, and that a product may follow.
+
+    num_rows: of that product, or more.
+    """
+    is_early = early(num_rows)
+    return {**is_early, "LEADS": is_early["PDL"] and num_rows <= OUR_ROWS}
 
 
 @triton.jit

@@ -4,9 +4,10 @@ import torch
 from torch.nn import functional as F
 
 from specdec.backends.triton.launch.ahead import is_rehearsing
+from specdec.backends.triton.launch.relaunch import OUR_ROWS
 from specdec.backends.triton.linear import gates, products
 
-MAX_ROWS, MAX_GATED_ROWS = 64, 128  # up to here our kernel is the faster one
+MAX_ROWS, MAX_GATED_ROWS = OUR_ROWS, 128  # up to here our kernel is the faster one
 CHECKED_APART, LEAST_CHECKED = 64, 16  # rows: one of each of the smallest tiles that cuBLAS has for many rows
 SEED = 0
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.triton.launch.relaunch import cached_launch, follows_early, is_aligned, wait_for_others
+from specdec.backends.triton.launch.relaunch import cached_launch, early_and_leading, is_aligned, wait_for_others
 from specdec.backends.triton.linear.strides import strided_rows
 
 
@@ -55,12 +55,13 @@ def _gate_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """A block of columns of one row of out [rows, N]. Row r of gate begins at UNIT times r // inner strides outer plus
     r % inner strides inner, and so does that of up."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_others(PDL, True)
+    wait_for_others(PDL, LEADS)
     of_gate = (row // inner * stride_outer + row % inner * stride_inner) * UNIT
     of_up = (row // up_inner * up_outer + row % up_inner * up_stride) * UNIT
     left = tl.load(gate + of_gate + n, mask=n < N, other=0.0)
@@ -78,13 +79,14 @@ def apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.T
     (gate, *rows), (up, *up_rows) = _with_rows(gate, N), _with_rows(up, N)
     unit = 8 if all(size % 8 == 0 for size in (N, *rows[1:], *up_rows[1:])) else 1
     sizes = [size if i == 0 else size // unit for of in (rows, up_rows) for i, size in enumerate(of)]
-    block, is_early = min(triton.next_power_of_2(N), 1024), follows_early(num_rows)
+    block, starts = min(triton.next_power_of_2(N), 1024), early_and_leading(num_rows)
     grid, args = (num_rows, triton.cdiv(N, block)), (gate, up, out, *sizes)
-    constants = {"N": N, "UNIT": unit, "ACTIVATION": activation, "BLOCK": block, "PDL": is_early}
+    constants = {"N": N, "UNIT": unit, "ACTIVATION": activation, "BLOCK": block}
+    constants |= {name: starts[name] for name in ("PDL", "LEADS")}
     if is_aligned(gate, up):
-        cached_launch(_gate_kernel, 4, launch_pdl=is_early)(grid, *args, **constants)
+        cached_launch(_gate_kernel, 4, launch_pdl=starts["launch_pdl"])(grid, *args, **constants)
     else:
-        _gate_kernel[grid](*args, **constants, launch_pdl=is_early)
+        _gate_kernel[grid](*args, **constants, launch_pdl=starts["launch_pdl"])
     return out
 
 

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.triton.launch.relaunch import (
     cached_launch,
-    early,
+    early_and_leading,
     follows_early,
     is_aligned,
     wait_for_others,
@@ -104,9 +104,10 @@ def _gated_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """ROWS rows of H. Row r of gate begins at r // inner strides outer plus r % inner strides inner."""
-    wait_for_others(PDL, True)
+    wait_for_others(PDL, LEADS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (h < H)[None, :]
@@ -138,6 +139,7 @@ def add_rms_norm(
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `specdec.backends.linear.gated_rms_norm`."""
+    num_tokens = gate.numel() // gate.shape[-2:].numel() if gate.dim() > 2 else gate.shape[0]  # of heads each, or rows
     x, rows = x.contiguous(), strided_rows(gate)
     if rows is None:
         gate = gate.contiguous()
@@ -148,7 +150,7 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     if num_rows:
         args = x, gate, weight, out, num_rows, *rows, eps
         constants = {"H": H, "ROWS": together, "BLOCK": block}
-        _gated_norm_kernel[(triton.cdiv(num_rows, together),)](*args, **constants, **early())
+        _gated_norm_kernel[(triton.cdiv(num_rows, together),)](*args, **constants, **early_and_leading(num_tokens))
     return out
 
 

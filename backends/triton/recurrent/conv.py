@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ConvLayer
-from specdec.backends.triton.launch.relaunch import early, wait_for_others
+from specdec.backends.triton.launch.relaunch import early_and_leading, wait_for_others
 from specdec.core.batch import AttentionMetadata
 
 BLOCK_C = 128
@@ -23,10 +23,10 @@ def _conv_tail_kernel(
     x, weight, bias, out, state, tail, rows, prefix_lens, ancestor_bits, first_node, q_len, max_tail,
     x_t, x_c, weight_c, weight_k,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """One node: its path from itself upwards, then the row's state from its newest input on."""
-    wait_for_others(PDL, True)
+    wait_for_others(PDL, LEADS)
     channel, token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = channel < CHANNELS
     request = token // q_len
@@ -66,10 +66,10 @@ def _conv_tail_kernel(
 def _conv_step_kernel(
     x, weight, bias, out, state, rows, prefix_lens, x_t, x_c, weight_c, weight_k,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """One token of a request, which becomes the newest of its row's inputs."""
-    wait_for_others(PDL, True)
+    wait_for_others(PDL, LEADS)
     channel, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = channel < CHANNELS
     state += tl.load(rows + request) * (KEPT * CHANNELS) + channel
@@ -209,7 +209,7 @@ def conv_tail(
         BLOCK_NODES=triton.next_power_of_2(m.tail_len),
         BLOCK=BLOCK_C,
         num_warps=BLOCK_C // 32,
-        **early(),
+        **early_and_leading(x.shape[0]),
     )
     return out
 
@@ -241,7 +241,7 @@ def conv_step(
         SILU=is_silu,
         BLOCK=BLOCK_C,
         num_warps=BLOCK_C // 32,
-        **early(),
+        **early_and_leading(x.shape[0]),
     )
     return out
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ScanInputs, ScanLayer, ScanSpec
-from specdec.backends.triton.launch.relaunch import early, wait_for_others
+from specdec.backends.triton.launch.relaunch import early_and_leading, wait_for_others
 from specdec.backends.triton.recurrent.tokens import (
     decayed,
     load_decay,
@@ -44,10 +44,11 @@ def _scan_tail_kernel(
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, rates_h, rates_n, rates_p,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
     DECAY: tl.constexpr, CORRECTED: tl.constexpr, WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, GIVEN: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, GIVEN: tl.constexpr, SCALE: tl.constexpr,
+    PDL: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """GIVEN: heads of q and k, of which G are stored."""
-    wait_for_others(PDL, True)
+    wait_for_others(PDL, LEADS)
     head, request = tl.program_id(1), tl.program_id(2)
     key_head, given_head = head // (H // G), head // (H // GIVEN)
     n, p = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -130,9 +131,9 @@ def _scan_extend_kernel(
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, rates_h, rates_n, rates_p,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     DECAY: tl.constexpr, CORRECTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
-    GIVEN: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+    GIVEN: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    wait_for_others(PDL, True)
+    wait_for_others(PDL, LEADS)
     head, request = tl.program_id(1), tl.program_id(2)
     given_head = head // (H // GIVEN)
     n, p = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -246,7 +247,7 @@ def constants(spec: ScanSpec) -> dict[str, Any]:
 
 def _of_inputs(inputs: ScanInputs) -> dict[str, Any]:
     """Return what the kernels of tokens are compiled for besides: how q and k are given, and when they start."""
-    return {"GIVEN": inputs.q.shape[1], "SCALE": inputs.scale or 0.0, **early()}
+    return {"GIVEN": inputs.q.shape[1], "SCALE": inputs.scale or 0.0, **early_and_leading(len(inputs.v))}
 
 
 def width(spec: ScanSpec) -> int:

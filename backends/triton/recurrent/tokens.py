@@ -49,8 +49,8 @@ def written(state, k_n, u):
 
 @triton.jit
 def as_units(k_n, v_p, strength, AXIS: tl.constexpr):
-    """Return v and beta that write under key k, along AXIS, what those given write under its unit c k: see
-    `recurrent.reference._units`."""
+    """Return the v and beta with which key k writes what its unit c k would write with those given; see
+    `recurrent.reference._units`. AXIS: the one along which keys lie."""
     c = tl.rsqrt(tl.sum(k_n * k_n, AXIS) + EPS)
     if AXIS == 1:
         v_p /= c[:, None]
@@ -61,7 +61,7 @@ def as_units(k_n, v_p, strength, AXIS: tl.constexpr):
 
 @triton.jit
 def query_factor(q_n, SCALE: tl.constexpr, AXIS: tl.constexpr):
-    """Return what makes queries, along AXIS, as long as SCALE."""
+    """Return the factor that makes the norm of queries, which lie along AXIS, SCALE."""
     return SCALE * tl.rsqrt(tl.sum(q_n * q_n, AXIS) + EPS)
 
 

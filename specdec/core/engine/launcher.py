@@ -98,7 +98,8 @@ class Launcher:
         return self._mailbox.num_pending * self._round_width
 
     def fill(self) -> None:
-        """Pack constants and slot tables of newly admitted requests, for a prefill or `admit`; write what few have."""
+        """Pack constants and slot tables of newly admitted requests, for a prefill or `admit`, and write what only some
+        of them need."""
         admitted = self._scheduler.admitted
         try:
             constants = pack_requests(admitted)

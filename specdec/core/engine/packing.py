@@ -57,7 +57,7 @@ def write_rules(state: EngineState, requests: Sequence[Request]) -> None:
 def write_rest(
     state: EngineState, requests: Sequence[Request], reads_history: bool, rope_deltas: torch.Tensor | None
 ) -> None:
-    """What few of the admitted `requests` have beside their rows: rules, tokens whose K/V is there, texts, images."""
+    """Write what only some of the admitted `requests` need: rules, tokens whose K/V is there, texts, images."""
     write_rules(state, requests)
     if reads_history:
         write_history(state, requests)

@@ -84,7 +84,7 @@ def _gated(norm: fx.Node) -> tuple[tuple[Any, ...], fx.Node, set[fx.Node]] | Non
     in fp32, rounded to its dtype."""
     product = only_user(norm)
     pair = operands(product, lambda n: n is norm) if is_product(product) else None
-    if pair is None or not is_function(pair[1], F.silu) or only_user(pair[1]) is None:
+    if pair is None or not is_function(pair[1], F.silu) or only_user(pair[1]) is None or not pair[1].args:
         return None
     last = only_user(product)
     if not is_method(last, *CASTS) or value(last).dtype != value(norm).dtype:

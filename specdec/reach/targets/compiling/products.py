@@ -63,8 +63,8 @@ def take_over_products(graph: fx.GraphModule) -> None:
 def take_over_gates(graph: fx.GraphModule) -> None:
     """Let act(gate) * up, of tensors of one shape in 16 bits, be `specdec::apply_gate`, in place."""
     for node in [n for n in graph.graph.nodes if is_product(n)]:
-        pair = operands(node, lambda n: bool(_of_gate(n)) and len(n.users) == 1)
-        if pair is None or not all(is_tensor(n) and _is_alike(n, pair[1]) for n in (*pair, pair[0].args[0])):
+        pair = operands(node, lambda n: bool(_of_gate(n)) and len(n.users) == 1 and len(n.args) > 0)
+        if pair is None or not all(_are_halves(n, pair[1]) for n in (*pair, pair[0].args[0])):
             continue
         active, up = pair
         gate, parts = active.args[0], {node, active}
@@ -74,9 +74,9 @@ def take_over_gates(graph: fx.GraphModule) -> None:
         replace(graph.graph, torch.ops.specdec.apply_gate.default, (gate, up, _of_gate(active)), node, parts)
 
 
-def _is_alike(a: fx.Node, b: Any) -> bool:
+def _are_halves(a: Any, b: Any) -> bool:
     """Return whether both are tensors of one shape, whose last dim is known, and of one dtype of 16 bits."""
-    if not is_tensor(b):
+    if not is_tensor(a) or not is_tensor(b):
         return False
     x, y = value(a), value(b)
     is_known = y.dtype in KERNEL_DTYPES and y.dim() > 1 and isinstance(y.shape[-1], int)

@@ -96,12 +96,12 @@ def _decay(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     if pair is None or not is_function(pair[1], F.softplus) or len(pair[1].args) != 1 or pair[1].kwargs:
         return None
     exponential, step = pair[0].args[0], pair[1].args[0]
-    is_rate = is_method(exponential, "exp") or is_function(exponential, torch.exp)
+    is_rate = (is_method(exponential, "exp") or is_function(exponential, torch.exp)) and exponential.args
     terms = operands(step, lambda n: is_tensor(n) and value(n).dim() == 1) if is_sum(step) else None
     if not is_rate or terms is None or not is_tensor(terms[1]) or value(step).dtype != torch.float32:
         return None
     rates, bias, a = uncast(exponential.args[0]), uncast(terms[0]), uncast(terms[1])
-    is_given = all(n.op == "placeholder" and value(n).dim() == 1 for n in (rates, bias))
+    is_given = all(n.op == "placeholder" and value(n).shape == value(a).shape[-1:] for n in (rates, bias))
     return (a, rates, bias) if is_given and value(a).dim() == 3 else None
 
 
@@ -109,4 +109,4 @@ def _strength(node: Any) -> Any:
     """Return b [1, T, H] where `node` is sigmoid(b)[0]; else None."""
     active = _unbatched(node)
     is_sigmoid = is_method(active, "sigmoid") or is_function(active, torch.sigmoid, F.sigmoid)
-    return active.args[0] if is_sigmoid and is_tensor(active.args[0]) and value(active).dim() == 3 else None
+    return active.args[0] if is_sigmoid and active.args and value(active).dim() == 3 else None

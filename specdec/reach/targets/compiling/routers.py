@@ -161,4 +161,4 @@ def _experts(x: Any, residual: Any, parts: set[fx.Node]) -> tuple[Any, ...] | No
 def _is_gate(node: Any) -> bool:
     """Return whether `node` is the sigmoid of a number a row."""
     is_sigmoid = is_method(node, "sigmoid") or is_function(node, torch.sigmoid, F.sigmoid)
-    return is_sigmoid and is_tensor(node) and value(node).dim() == 2 and value(node).shape[1] == 1
+    return bool(is_sigmoid and node.args) and is_tensor(node) and value(node).dim() == 2 and value(node).shape[1] == 1

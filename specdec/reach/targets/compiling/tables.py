@@ -62,14 +62,25 @@ def _replace(graph: fx.Graph, arguments: tuple[Any, ...], pair: tuple[fx.Node, f
 
 
 def _drop_equal_writes(graph: fx.Graph) -> None:
-    """Erase writes x[0][..., s] = x[i, ..., s] where all of x along its first dimension is equal."""
-    for node in [n for n in graph.nodes if is_function(n, operator.setitem)]:
-        into, index, given = node.args
-        if not all(is_function(n, operator.getitem) for n in (into, given)) or into.args[0] is not given.args[0]:
-            continue
-        if into.args[1] == 0 and given.args[1][1:] == index and _is_repeated(into.args[0]):
+    """Erase writes x[0][..., s] = x[i, ..., s] where all of x along its first dimension is equal, and nothing else
+    writes to x or reads it."""
+    for node in list(graph.nodes):
+        if _is_equal_write(node) and all(is_function(n, torch.cat) or _is_equal_write(n) for n in node.args[0].users):
+            given = node.args[2]
             graph.erase_node(node)
             erase_upwards(graph, given, lambda n: True)
+
+
+def _is_equal_write(node: Any) -> bool:
+    if not is_function(node, operator.setitem) or not all(is_function(node.args[i], operator.getitem) for i in (0, 2)):
+        return False
+    (x, first), (source, index) = node.args[0].args, node.args[2].args
+    is_equal = x is source and first == 0 and isinstance(index, tuple) and index[1:] == node.args[1]
+    others = [n for n in x.users if n is not node.args[0]]
+    is_written_only = all(
+        is_function(n, operator.getitem) and is_function(only_user(n), operator.setitem) for n in others
+    )
+    return is_equal and is_written_only and _is_repeated(x)
 
 
 def _is_repeated(node: Any) -> bool:
@@ -82,9 +93,13 @@ def _is_repeated(node: Any) -> bool:
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return isinstance(index[0], slice) and _is_repeated(node.args[0])
     if is_function(node, torch.matmul, operator.matmul):
-        return value(node).dim() > 2 and all(value(n).dim() == value(node).dim() and _is_repeated(n) for n in node.args)
+        return (
+            value(node).dim() > 2
+            and len(node.args) == 2
+            and all(value(n).dim() == value(node).dim() and _is_repeated(n) for n in node.args)
+        )
     if is_method(node, "transpose"):
-        return 0 not in node.args[1:] and _is_repeated(node.args[0])
+        return all(dim > 0 for dim in node.args[1:]) and not node.kwargs and _is_repeated(node.args[0])
     is_unary = is_method(node, "cos", "sin", "float", "to") or (is_product(node) and not is_tensor(node.args[1]))
     return is_unary and _is_repeated(node.args[0])
 
@@ -121,8 +136,11 @@ def _spread(node: Any) -> Any:
 
 
 def _result(node: Any) -> tuple[fx.Node, float, bool, bool]:
-    """Return `node` times a number, the first of it, twice, and in another dtype, as far as that is all that uses it;
-    and the number, and whether it is the first, and twice."""
+    """Return the last of the steps that follow `node`, a sine or cosine, and which there are.
+
+    Steps: times a number (which is returned, else 1), [0] of a table of three positions, twice itself side by side
+    (both returned as bools), and a cast.
+    """
     scale, user = 1.0, only_user(node)
     if is_product(user) and isinstance(user.args[1], (int, float)):
         node, scale = user, float(user.args[1])
