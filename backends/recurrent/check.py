@@ -93,8 +93,8 @@ def _answers(
 
 def _call(spec: RecurrentSpec, dtype: torch.dtype, random: torch.Generator) -> Call:
     """Return what runs random inputs: a convolution with a bias, and without one but with SiLU, in turn, since specs do
-    not say which; or the recurrence, q and k in the model's dtype, and v of corrected ones, the rest in fp32, as models
-    have it; with decays by element of the state, all of it.
+    not say which; or the recurrence, q and k in the model's dtype, the rest in fp32, so that results are not rounded;
+    with decays by element of the state, all of it.
 
     Paces of decays are from 1 to a thousandth: some heads forget at once, some remember everything.
     """
@@ -131,7 +131,7 @@ def _call(spec: RecurrentSpec, dtype: torch.dtype, random: torch.Generator) -> C
         inputs = ScanInputs(
             q=q.to(of_keys),
             k=k.to(of_keys),
-            v=normal(num, spec.heads, spec.v_dim).to(dtype if spec.is_corrected else torch.float32),
+            v=normal(num, spec.heads, spec.v_dim),
             g=steps if is_by_element else -steps,
             beta=uniform(num, spec.heads) if spec.is_corrected else None,
             rates=rates,
