@@ -245,13 +245,13 @@ def choices_of_routers() -> None:
         weighted_sum(torch.zeros(3 * 8, num, dtype=dtype), torch.zeros(3, 8), torch.bfloat16)
     x = torch.zeros(3 * 8, 2048, dtype=torch.bfloat16)
     for gate in (None, x[:3, :1]):
-        experts_rms_norm(x, x[:3, :8], None if gate is None else x[:3], gate, x[:3], x[0], 1e-6, 1.0, True)
+        experts_rms_norm(x, x[:3, :8], None if gate is None else x[:3], gate, x[:3], (x[0], 1e-6, 1.0, True))
 
 
 def recurrent_layers() -> None:
     """Every kind of recurrent layer, in chains, trees of one and two words, prefills, plain steps and commits."""
     from specdec.backends.metadata import TORCH_METADATA
-    from specdec.backends.recurrent.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
+    from specdec.backends.recurrent.state_pool import ConvInputs, ConvSpec, ScanInputs, ScanSpec, StatePool
     from specdec.backends.triton.recurrent import units
     from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
     from specdec.core.batch import ForwardMode
@@ -282,7 +282,8 @@ def recurrent_layers() -> None:
                 continue  # like 0 and 3
             if isinstance(spec, ConvSpec):
                 x = torch.zeros(t, spec.channels, dtype=torch.bfloat16)
-                pool.conv(x, x.new_zeros(spec.channels, spec.kernel), x[0] if i == 6 else None, i, plan, i == 6)
+                weight = x.new_zeros(spec.channels, spec.kernel)
+                pool.conv(ConvInputs(x, weight, x[0] if i == 6 else None, i == 6), i, plan)
                 continue
             q, v = torch.zeros(t, spec.key_heads, spec.k_dim), torch.zeros(t, spec.heads, spec.v_dim)
             q, g = q.bfloat16(), torch.zeros(t, *spec.decay_shape)

@@ -7,17 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.recurrent import recurrent_scope
-from specdec.backends.recurrent.state_pool import EPS, ScanInputs
+from specdec.backends.recurrent.state_pool import EPS, ConvInputs, ScanInputs
 from specdec.reach.targets.admission.recording import Recorder
 
 
 class Naive(Recorder):
     """Records calls, and computes them."""
 
-    def conv(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int, is_silu: bool = False
-    ) -> torch.Tensor:
-        super().conv(x, weight, bias, layer_id)
+    def conv(self, inputs: ConvInputs, layer_id: int) -> torch.Tensor:
+        super().conv(inputs, layer_id)
+        x, weight, bias, is_silu = inputs
         channels, kernel = weight.shape
         padded = F.pad(x.transpose(0, 1), (kernel - 1, 0)).unsqueeze(0)
         out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)[0].transpose(0, 1)

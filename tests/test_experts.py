@@ -380,7 +380,7 @@ def test_norms_of_what_experts_give_equal_their_twin_and_the_ops_they_replace(is
 
     rows, weights, residual, scale = normal(5 * 3, 300), normal(5, 3), normal(1, 5, 300), normal(300)
     shared, gate = normal(5, 300), normal(5, 9)[:, 4:5]
-    given = rows, weights, shared if is_shared else None, gate if is_gated else None, residual, scale, 1e-3, 1.0, True
+    given = rows, weights, shared if is_shared else None, gate if is_gated else None, residual, (scale, 1e-3, 1.0, True)
     ours, twin = choices.experts_rms_norm(*given), experts_rms_norm_twin(*given)
     for found, expected in zip(ours, twin, strict=True):
         assert found.shape == residual.shape and (found - expected).norm() <= 0.01 * expected.norm()

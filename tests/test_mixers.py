@@ -54,8 +54,8 @@ def no_grad():
 class Trivial:
     """Answers as if nothing were remembered."""
 
-    def conv(self, x, weight, bias, layer_id, is_silu=False):
-        return F.silu(x) if is_silu else x.clone()
+    def conv(self, inputs, layer_id):
+        return F.silu(inputs.x) if inputs.is_silu else inputs.x.clone()
 
     def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         return inputs.v.clone()
@@ -133,8 +133,9 @@ class Packed:
 
     sizes = (20, 3, 14)
 
-    def conv(self, x, weight, bias, layer_id, is_silu=False):
-        return torch.cat([Naive().conv(part, weight, bias, layer_id, is_silu) for part in x.split(self.sizes)])
+    def conv(self, inputs, layer_id):
+        parts = inputs.x.split(self.sizes)
+        return torch.cat([Naive().conv(inputs._replace(x=part), layer_id) for part in parts])
 
     def scan(self, inputs, layer_id):
         *tensors, beta, rates, scale = inputs

@@ -11,6 +11,7 @@ from specdec.backends.library import op
 from specdec.backends.linear.reference import add_rms_norm_twin
 
 MOST_SCORES, MOST_CHOSEN = 1024, 32  # of a row
+Norm = tuple[torch.Tensor, float, float, bool]  # weight, eps, offset and is_late of `specdec::rms_norm`
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -108,12 +109,12 @@ def experts_rms_norm(
     """
     from specdec.backends.linear import has_kernels
 
-    arguments = rows, weights, shared, gate, residual, scale, eps, offset, is_late
+    norm = scale, eps, offset, is_late
     if not has_kernels(residual) or rows.dtype != residual.dtype:
-        return experts_rms_norm_twin(*arguments)
+        return experts_rms_norm_twin(rows, weights, shared, gate, residual, norm)
     from specdec.backends.triton.experts import choices
 
-    return choices.experts_rms_norm(*arguments)
+    return choices.experts_rms_norm(rows, weights, shared, gate, residual, norm)
 
 
 def experts_rms_norm_twin(
@@ -122,13 +123,10 @@ def experts_rms_norm_twin(
     shared: torch.Tensor | None,
     gate: torch.Tensor | None,
     residual: torch.Tensor,
-    scale: torch.Tensor,
-    eps: float,
-    offset: float,
-    is_late: bool,
+    norm: Norm,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `experts_rms_norm`."""
     total = weighted_sum_twin(rows, weights, residual.dtype)
     if shared is not None:
         total = total + (shared if gate is None else gate.sigmoid() * shared)
-    return add_rms_norm_twin(total.view(residual.shape), residual, scale, eps, offset, is_late)
+    return add_rms_norm_twin(total.view(residual.shape), residual, *norm)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specdec.backends.library import Scope, op
-from specdec.backends.recurrent.state_pool import ScanInputs, StatePool
+from specdec.backends.recurrent.state_pool import ConvInputs, ScanInputs, StatePool
 from specdec.core.batch import AttentionMetadata
 
 
@@ -20,11 +20,9 @@ class StateScope:
     pool: StatePool
     metadata: AttentionMetadata
 
-    def conv(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int, is_silu: bool = False
-    ) -> torch.Tensor:
+    def conv(self, inputs: ConvInputs, layer_id: int) -> torch.Tensor:
         """See `StatePool.conv`."""
-        return self.pool.conv(x, weight, bias, layer_id, self.metadata, is_silu)
+        return self.pool.conv(inputs, layer_id, self.metadata)
 
     def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         """See `StatePool.scan`."""
@@ -45,7 +43,7 @@ def conv(
 ) -> torch.Tensor:
     """Convolve x [T, C] with weight [C, K] and bias [C] along the sequences of the current scope: [T, C]; is_silu: and
     apply SiLU to the result."""
-    return _SCOPE.get().conv(x, weight, bias, layer_id, is_silu).contiguous()
+    return _SCOPE.get().conv(ConvInputs(x, weight, bias, is_silu), layer_id).contiguous()
 
 
 @op(

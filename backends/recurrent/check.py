@@ -15,7 +15,14 @@ import torch
 from specdec.backends.differences import SEED, Answer, Check
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.recurrent.reference import TORCH_RECURRENT
-from specdec.backends.recurrent.state_pool import ConvSpec, RecurrentOps, RecurrentSpec, ScanInputs, StatePool
+from specdec.backends.recurrent.state_pool import (
+    ConvInputs,
+    ConvSpec,
+    RecurrentOps,
+    RecurrentSpec,
+    ScanInputs,
+    StatePool,
+)
 from specdec.backends.sample_tree import Tail, sample_tree
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
@@ -112,7 +119,7 @@ def _call(spec: RecurrentSpec, dtype: torch.dtype, random: torch.Generator) -> C
         def conv(pool: StatePool, metadata: AttentionMetadata) -> torch.Tensor:
             x = normal(metadata.positions.shape[0], spec.channels).to(dtype)
             bias = next(biases)
-            return pool.conv(x, weight, bias, 0, metadata, is_silu=bias is None)
+            return pool.conv(ConvInputs(x, weight, bias, is_silu=bias is None), 0, metadata)
 
         return conv
 

@@ -1,6 +1,7 @@
-"""The operations of recurrent layers in torch, which specifies them: `TORCH_RECURRENT`. It reads nothing on the host.
+"""The operations of recurrent layers in torch, `TORCH_RECURRENT`, which specifies them, and those of scans.
 
-Scans are computed over sets of nodes at a time. With cum_i the sum of log decays from the state S to node i,
+They read nothing on the host. Scans are computed over sets of nodes at a time. With cum_i the sum of log decays from
+the state S to node i,
     u_i = beta_i (v_i - (exp(cum_i) S)^T k_i - sum of exp(cum_i - cum_j) (k_i . k_j) u_j over j before i on its path),
     o_i = (exp(cum_i) S)^T q_i + sum of exp(cum_i - cum_j) (q_i . k_j) u_j over j on its path, i included,
 and the fold of a path that ends with e is exp(cum_e) S + sum of exp(cum_e - cum_j) k_j (x) u_j. The nodes of a prefill
@@ -11,8 +12,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
+from specdec.backends.recurrent.convolution import (
+    conv_extend,
+    conv_step,
+    conv_tail,
+    fold_conv,
+    from_start,
+    visible_nodes,
+)
 from specdec.backends.recurrent.state_pool import (
     EPS,
     ConvLayer,
@@ -37,98 +45,6 @@ class Nodes(NamedTuple):
     k: torch.Tensor
     u: torch.Tensor
     g: torch.Tensor
-
-
-def visible_nodes(metadata: AttentionMetadata) -> torch.Tensor:
-    """Return which tail nodes each query sees, itself included: [bs, q_len, tail_len] bool."""
-    m = metadata
-    node = torch.arange(m.tail_len, device=m.rows.device)
-    if m.ancestor_bits is None:
-        return (node <= node[m.tail_len - m.q_len :, None]).expand(m.num_reqs, -1, -1)
-    return (m.ancestor_bits[:, :, node // 64] >> (node % 64) & 1).bool()
-
-
-def from_start(state: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-    """Return state [bs, ...], zeros for requests whose prefix is empty."""
-    return torch.where(prefix_lens.view(-1, *[1] * (state.dim() - 1)) > 0, state, 0)
-
-
-def _convolve(
-    windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, is_silu: bool
-) -> torch.Tensor:
-    """Windows [..., kernel, C], weight [C, kernel]."""
-    y = (windows.float() * weight.float().T).sum(-2)
-    y = (y if bias is None else y + bias.float()).to(dtype)
-    return F.silu(y) if is_silu else y
-
-
-def conv_tail(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    layer: ConvLayer,
-    metadata: AttentionMetadata,
-    is_silu: bool = False,
-) -> torch.Tensor:
-    """See `StatePool.conv`: x is stored in the tails, and windows reach along paths into the state."""
-    m, kernel = metadata, layer.spec.kernel
-    requests = torch.arange(m.num_reqs, device=x.device)
-    nodes = torch.arange(m.tail_len - m.q_len, m.tail_len, device=x.device)
-    layer.tail[m.rows.unsqueeze(1), nodes] = x.reshape(m.num_reqs, m.q_len, -1).to(layer.tail.dtype)
-    state = from_start(layer.state[m.rows], m.prefix_lens)
-    inputs = torch.cat([state, layer.tail[m.rows, : m.tail_len]], 1)
-    visible = visible_nodes(m)
-    num_below = visible.flip(2).cumsum(2).flip(2).unsqueeze(2)  # of the path's nodes, from each to the query
-    back = torch.arange(kernel - 1, -1, -1, device=x.device)
-    is_it = visible.unsqueeze(2) & (num_below == back.unsqueeze(1) + 1)
-    depth = visible.sum(2, keepdim=True)
-    index = torch.where(back < depth, is_it.int().argmax(3) + kernel - 1, (kernel - 2 + depth - back).clamp(min=0))
-    windows = inputs[requests.view(-1, 1, 1), index]
-    return _convolve(windows, weight, bias, x.dtype, is_silu).view(x.shape)
-
-
-def conv_step(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    layer: ConvLayer,
-    metadata: AttentionMetadata,
-    is_silu: bool = False,
-) -> torch.Tensor:
-    """See `StatePool.conv`: a tail of one node, which is folded at once."""
-    out = conv_tail(x, weight, bias, layer, metadata, is_silu)
-    _fold_conv(layer, metadata.rows, metadata.prefix_lens, torch.zeros_like(metadata.rows).unsqueeze(1))
-    return out
-
-
-def conv_extend(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    layer: ConvLayer,
-    metadata: AttentionMetadata,
-    is_silu: bool = False,
-) -> torch.Tensor:
-    """See `StatePool.conv`: windows reach back into the row's state, which then holds the last inputs."""
-    m, kept = metadata, layer.spec.kernel - 1
-    state = from_start(layer.state[m.rows], m.prefix_lens)
-    begin, end = m.qo_indptr[:-1].long(), m.qo_indptr[1:].long()
-
-    def inputs_at(request: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """Inputs at places of the packed x; those before the request's begin are in the state."""
-        before = place - begin[request]
-        old = state[request, (before + kept).clamp(0, kept - 1)]
-        return torch.where((before >= 0).unsqueeze(-1), x[place.clamp(0, x.shape[0] - 1)].to(old.dtype), old)
-
-    owners = m.owners()
-    request = owners.clamp(max=m.num_reqs - 1).unsqueeze(1)
-    places = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    windows = inputs_at(request, places + torch.arange(-kept, 1, device=x.device))
-    y = _convolve(windows, weight, bias, x.dtype, is_silu)
-    requests = torch.arange(m.num_reqs, device=x.device).unsqueeze(1)
-    newest = inputs_at(requests, end.unsqueeze(1) + torch.arange(-kept, 0, device=x.device))
-    layer.state[m.rows] = torch.where((end > begin).view(-1, 1, 1), newest, layer.state[m.rows])
-    return y.masked_fill((owners == m.num_reqs).unsqueeze(1), 0)
 
 
 def _heads(spec: ScanSpec, x: torch.Tensor) -> torch.Tensor:
@@ -317,15 +233,6 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
     return (out[:-1] * factors).to(inputs.v.dtype)
 
 
-def _fold_conv(layer: ConvLayer, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
-    num = (accept_index >= 0).sum(1, keepdim=True)
-    path = layer.tail[rows.unsqueeze(1), accept_index.clamp(min=0)]
-    inputs = torch.cat([from_start(layer.state[rows], seq_lens), path], 1)
-    newest = num + torch.arange(layer.spec.kernel - 1, device=rows.device)
-    folded = inputs[torch.arange(rows.shape[0], device=rows.device).unsqueeze(1), newest]
-    layer.state[rows] = torch.where(num.unsqueeze(2) > 0, folded, layer.state[rows])
-
-
 def _fold_scan(layer: ScanLayer, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
     num, nodes = (accept_index >= 0).sum(1), accept_index.clamp(min=0)
     path = Nodes(*(t[rows.unsqueeze(1), nodes] for t in (layer.k, layer.u, layer.g)))
@@ -341,7 +248,7 @@ def folder(layers: Sequence[RecurrentLayer]) -> Commit:
     ) -> None:
         for layer in layers:
             if isinstance(layer, ConvLayer):
-                _fold_conv(layer, rows, seq_lens, accept_index)
+                fold_conv(layer, rows, seq_lens, accept_index)
             else:
                 _fold_scan(layer, rows, seq_lens, accept_index)
 

@@ -78,6 +78,15 @@ class ScanLayer(NamedTuple):
 RecurrentLayer = ConvLayer | ScanLayer
 
 
+class ConvInputs(NamedTuple):
+    """x [T, channels], weight [channels, kernel], bias [channels]; is_silu: whether SiLU follows."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    is_silu: bool = False
+
+
 class ScanInputs(NamedTuple):
     """q, k [T, key_heads, k_dim], v [T, heads, v_dim], g [T, *decay_shape], beta [T, heads] of corrected ones.
 
@@ -96,7 +105,7 @@ class ScanInputs(NamedTuple):
 
 
 EPS = 1e-6  # of the norms of queries and keys, as transformers has it
-Conv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ConvLayer, AttentionMetadata, bool], torch.Tensor]
+Conv = Callable[[ConvInputs, ConvLayer, AttentionMetadata], torch.Tensor]
 Scan = Callable[[ScanInputs, ScanLayer, AttentionMetadata], torch.Tensor]
 Op = TypeVar("Op", Conv, Scan)
 
@@ -146,16 +155,8 @@ class StatePool(LayerState):
         for layer in self.layers:
             layer.state.index_copy_(0, target, layer.state.index_select(0, source))
 
-    def conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        layer_id: int,
-        metadata: AttentionMetadata,
-        is_silu: bool = False,
-    ) -> torch.Tensor:
-        """Convolve x [T, channels] with weight [channels, kernel] and add bias [channels]: [T, channels].
+    def conv(self, inputs: ConvInputs, layer_id: int, metadata: AttentionMetadata) -> torch.Tensor:
+        """Convolve x with weight and add bias: [T, channels].
 
         y[t, c] = bias[c] + sum_j weight[c, j] * window[j, c]; the window is the last inputs ending with t, on t's path.
         is_silu: return silu(y), of y rounded to x's dtype.
@@ -163,7 +164,7 @@ class StatePool(LayerState):
         layer = self.layers[layer_id]
         assert isinstance(layer, ConvLayer), f"layer {layer_id} is {type(layer).__name__}"
         of_mode = {ForwardMode.EXTEND: self.ops.conv_extend, ForwardMode.DECODE: self.ops.conv_step}
-        return self._pick(of_mode, self.ops.conv_tail, metadata)(x, weight, bias, layer, metadata, is_silu)
+        return self._pick(of_mode, self.ops.conv_tail, metadata)(inputs, layer, metadata)
 
     def scan(self, inputs: ScanInputs, layer_id: int, metadata: AttentionMetadata) -> torch.Tensor:
         """Run the recurrence over tokens, see `ScanInputs`: [T, heads, v_dim] in v's dtype.

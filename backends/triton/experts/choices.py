@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specdec.backends.experts.choices import Norm
 from specdec.backends.triton.launch.relaunch import early_and_leading, follows_early, wait_for_others
 from specdec.backends.triton.linear.norms import normalised
 
@@ -180,12 +181,10 @@ def experts_rms_norm(
     shared: torch.Tensor | None,
     gate: torch.Tensor | None,
     residual: torch.Tensor,
-    scale: torch.Tensor,
-    eps: float,
-    offset: float,
-    is_late: bool,
+    norm: Norm,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.backends.experts.choices.experts_rms_norm`."""
+    """See `specdec.backends.experts.choices.experts_rms_norm_twin`."""
+    scale, eps, offset, is_late = norm
     rows, weights, residual = rows.contiguous(), weights.contiguous(), residual.contiguous()
     shared = None if shared is None else shared.contiguous()
     (num_tokens, k), H = weights.shape, rows.shape[1]

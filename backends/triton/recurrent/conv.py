@@ -1,13 +1,13 @@
 """Causal convolutions over paths of nodes and over packed prefills, a tile of channels at a time.
 
-Twins: `backends.recurrent.reference.conv_tail`, `conv_step` and `conv_extend`.
+Twins: `backends.recurrent.convolution.conv_tail`, `conv_step` and `conv_extend`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.recurrent.state_pool import ConvLayer
+from specdec.backends.recurrent.state_pool import ConvInputs, ConvLayer
 from specdec.backends.triton.launch.relaunch import early_and_leading, wait_for_others
 from specdec.core.batch import AttentionMetadata
 
@@ -175,16 +175,9 @@ def _keep_inputs_kernel(
     tl.store(state + j[:, None] * CHANNELS, kept, mask=(j < KEPT)[:, None] & inside)
 
 
-def conv_tail(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    layer: ConvLayer,
-    metadata: AttentionMetadata,
-    is_silu: bool = False,
-) -> torch.Tensor:
-    """See `backends.recurrent.reference.conv_tail`."""
-    m, spec, bits = metadata, layer.spec, metadata.ancestor_bits
+def conv_tail(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    """See `backends.recurrent.convolution.conv_tail`."""
+    (x, weight, bias, is_silu), m, spec, bits = inputs, metadata, layer.spec, metadata.ancestor_bits
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _conv_tail_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
         x,
@@ -214,16 +207,9 @@ def conv_tail(
     return out
 
 
-def conv_step(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    layer: ConvLayer,
-    metadata: AttentionMetadata,
-    is_silu: bool = False,
-) -> torch.Tensor:
-    """See `backends.recurrent.reference.conv_step`."""
-    spec, kept = layer.spec, layer.spec.kernel - 1
+def conv_step(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    """See `backends.recurrent.convolution.conv_step`."""
+    (x, weight, bias, is_silu), spec, kept = inputs, layer.spec, layer.spec.kernel - 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _conv_step_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
         x,
@@ -246,16 +232,9 @@ def conv_step(
     return out
 
 
-def conv_extend(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    layer: ConvLayer,
-    metadata: AttentionMetadata,
-    is_silu: bool = False,
-) -> torch.Tensor:
-    """See `backends.recurrent.reference.conv_extend`."""
-    m, spec, kept = metadata, layer.spec, layer.spec.kernel - 1
+def conv_extend(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    """See `backends.recurrent.convolution.conv_extend`."""
+    (x, weight, bias, is_silu), m, spec, kept = inputs, metadata, layer.spec, layer.spec.kernel - 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = triton.cdiv(spec.channels, EXTEND["BLOCK"]), triton.cdiv(x.shape[0], EXTEND["BLOCK_T"])
     _conv_extend_kernel[grid](

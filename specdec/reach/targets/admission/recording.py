@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache
 
 from specdec.backends import LayerSpec
-from specdec.backends.recurrent.state_pool import ConvSpec, Decay, RecurrentSpec, ScanInputs, ScanSpec
+from specdec.backends.recurrent.state_pool import ConvInputs, ConvSpec, Decay, RecurrentSpec, ScanInputs, ScanSpec
 from specdec.reach.targets.adapters.attention import Attention
 from specdec.reach.targets.adapters.latents import is_latent, latent_spec
 from specdec.reach.targets.admission.masks import Reach, classify_mask
@@ -172,12 +172,10 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[RecurrentCall] = []
 
-    def conv(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int, is_silu: bool = False
-    ) -> torch.Tensor:
+    def conv(self, inputs: ConvInputs, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.conv`."""
-        self.calls.append(RecurrentCall(layer_id, ConvSpec(*weight.shape), x.dtype))
-        return torch.zeros_like(x)
+        self.calls.append(RecurrentCall(layer_id, ConvSpec(*inputs.weight.shape), inputs.x.dtype))
+        return torch.zeros_like(inputs.x)
 
     def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.scan`."""

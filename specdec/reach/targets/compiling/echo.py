@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from specdec.backends.differences import disturb
 from specdec.backends.op import attention_scope, current_scope
 from specdec.backends.recurrent import current_recurrent, recurrent_scope
-from specdec.backends.recurrent.state_pool import ScanInputs
+from specdec.backends.recurrent.state_pool import ConvInputs, ScanInputs
 from specdec.backends.rope import AnyRope, prepare
 
 
@@ -32,10 +32,9 @@ class Echo:
     def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None) -> None:
         """There is no cache."""
 
-    def conv(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int, is_silu: bool = False
-    ) -> torch.Tensor:
+    def conv(self, inputs: ConvInputs, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.conv`."""
+        x, weight, bias, is_silu = inputs
         out = x * weight.sum(1)
         out = _of_layer(out if bias is None else out + bias, layer_id).to(x.dtype)
         return F.silu(out) if is_silu else out
