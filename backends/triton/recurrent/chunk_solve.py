@@ -91,7 +91,7 @@ def solve_kernel(
     if DECAY == "head":
         cum = tl.cumsum(tl.load(g + (first + i) * g_t + head * g_h, mask=i < left, other=0.0).to(tl.float32), 0)
         seen = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for n in tl.static_range(0, BLOCK_N, BLOCK):
+        for n in range(0, BLOCK_N, BLOCK):
             tile = load_tile(k, k_t, i, n + column, left, N)
             seen = product(tile, tl.trans(tile), seen)
         seen *= tl.exp(tl.where(is_before, cum[:, None] - cum[None, :], float("-inf")))
@@ -100,13 +100,13 @@ def solve_kernel(
     strength = tl.load(beta + (first + i) * beta_t + head * beta_h, mask=i < left, other=0.0).to(tl.float32)
     x = solved(tl.where(is_before, seen * strength[:, None], 0.0), CHUNK) * strength[None, :]
     empty = tl.zeros([CHUNK, BLOCK], tl.float32)
-    for p in tl.static_range(0, BLOCK_P, BLOCK):
+    for p in range(0, BLOCK_P, BLOCK):
         tile = product(x, load_tile(v, v_t, i, p + column, left, P), empty)
         u_at = u + block * (CHUNK * P) + i[:, None] * P + (p + column)[None, :]
         tl.store(u_at, tile, mask=(p + column < P)[None, :])
     if DECAY == "head":
         x *= tl.exp(cum)[None, :]
-    for n in tl.static_range(0, BLOCK_N, BLOCK):
+    for n in range(0, BLOCK_N, BLOCK):
         at = i[:, None] * N + (n + column)[None, :]
         is_key = (n + column < N)[None, :]
         tile = load_tile(k, k_t, i, n + column, left, N)

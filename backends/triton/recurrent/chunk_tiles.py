@@ -11,7 +11,14 @@ from specdec.backends.triton.launch.relaunch import INTERPRETED
 
 UPCAST = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16
 PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three products of tensor cores, which together are as exact
+LEAST_REQUESTS = 32  # one of a warp's lanes each
 PARTS = tl.constexpr(3)  # bf16 that fp32 is taken apart into where its partner is in bf16: 24 bits
+
+
+def requests_block(num_reqs: int) -> int:
+    """Return BLOCK_R, the same for all batches but large ones: another is another kernel, which is compiled when it is
+    first met."""
+    return max(triton.next_power_of_2(num_reqs), LEAST_REQUESTS)
 
 
 @triton.jit
@@ -129,16 +136,16 @@ def solved(a, CHUNK: tl.constexpr):
     is_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
     diagonal = tl.sum(tl.where(is_diagonal, tl.reshape(a, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
     x = tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, tl.zeros([BLOCKS, 16, 16], tl.float32))
-    for j in tl.static_range(0, 15):
+    for j in range(0, 15):
         column = tl.sum(tl.where((i == j)[None, None, :], diagonal, 0.0), 2)
         row = tl.sum(tl.where((i == j)[None, :, None], x, 0.0), 1)
         x -= column[:, :, None] * row[:, None, :]
     x = tl.reshape(tl.where(is_diagonal, x[:, :, None, :], 0.0), [CHUNK, CHUNK])
     c = tl.arange(0, CHUNK)
     size: tl.constexpr = 16
-    for level in tl.static_range(0, 4):
-        if (size << level) < CHUNK:
-            of_row, of_column = c[:, None] // (size << level), c[None, :] // (size << level)
-            lower = tl.where((of_row % 2 == 1) & (of_column == of_row - 1), a, 0.0)
-            x -= tl.dot(x, tl.dot(lower, x, input_precision=PRECISION), input_precision=PRECISION)
+    LEVELS: tl.constexpr = (CHUNK >= 32) + (CHUNK >= 64) + (CHUNK >= 128) + (CHUNK >= 256)
+    for level in range(0, LEVELS):
+        of_row, of_column = c[:, None] // (size << level), c[None, :] // (size << level)
+        lower = tl.where((of_row % 2 == 1) & (of_column == of_row - 1), a, 0.0)
+        x -= tl.dot(x, tl.dot(lower, x, input_precision=PRECISION), input_precision=PRECISION)
     return x

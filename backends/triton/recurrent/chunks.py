@@ -23,6 +23,7 @@ from specdec.backends.triton.recurrent.chunk_tiles import (
     find_chunk,
     load_tile,
     product,
+    requests_block,
     stored_product,
 )
 from specdec.backends.triton.recurrent.units import units
@@ -221,7 +222,7 @@ def _constants(spec: ScanSpec, num_reqs: int) -> dict[str, Any]:
         H=spec.heads,
         G=spec.key_heads,
         N=spec.k_dim,
-        BLOCK_R=triton.next_power_of_2(num_reqs),
+        BLOCK_R=requests_block(num_reqs),
         BLOCK_N=max(triton.next_power_of_2(spec.k_dim), 16),
         CHUNK=CHUNK[spec.decay],
     )

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ConvInputs, ConvLayer
 from specdec.backends.triton.launch.relaunch import early_and_leading, wait_for_others
+from specdec.backends.triton.recurrent.chunk_tiles import requests_block
 from specdec.core.batch import AttentionMetadata
 
 BLOCK_C = 128
@@ -254,7 +255,7 @@ def conv_extend(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadat
         KERNEL=spec.kernel,
         HAS_BIAS=bias is not None,
         SILU=is_silu,
-        BLOCK_R=triton.next_power_of_2(m.num_reqs),
+        BLOCK_R=requests_block(m.num_reqs),
         **EXTEND,
     )
     _keep_inputs_kernel[(triton.cdiv(spec.channels, BLOCK_C), m.num_reqs)](

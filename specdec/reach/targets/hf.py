@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from specdec.backends import ForwardContext, forward_context
@@ -85,7 +86,8 @@ class HFTarget:
                 if join is not None:
                     join(self.comm)
                 self._sharded = plain(model, self.comm.name)
-            self._admit(model)
+            with sdpa_kernel(SDPBackend.MATH):  # the others' kernels take seconds to load, and no engine launches them
+                self._admit(model)
         except BaseException:
             self._restore()
             raise
