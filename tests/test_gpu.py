@@ -67,9 +67,10 @@ def test_a_round_never_waits_for_the_host(config, temperature):
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, AUTO], ids=["plain", "chain", "tree", "auto"])
-def test_nothing_is_compiled_on_live_traffic(config):
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])
+def test_nothing_is_compiled_on_live_traffic(config, name):
     """Attaching warms every kernel up; lengths, batches and samplings add none."""
-    model, prompts = tiny_model("gemma2").cuda(), ragged_prompts()
+    model, prompts = tiny_model(name).cuda(), ragged_prompts()
     head = random_head(model).cuda() if config else None
     laws = [specdec.SamplingParams(temperature=0.9), specdec.SamplingParams()]
     with counted_compiles() as warm:

@@ -35,11 +35,11 @@ def _quantise_kernel(
     tl.store(scales + row * tl.cdiv(K, GROUP) + group, scale, mask=group * GROUP < K)
 
 
-FEW, SOME, MANY = Tile(16, 16, 4, 4, 4), Tile(64, 64, 1, 4, 5), Tile(128, 128, 1, 8, 3)
+FEW, NARROW, MANY = Tile(16, 16, 4, 4, 4), Tile(16, 16, 4, 4, 5), Tile(128, 128, 1, 8, 3)
 TILES = Tiles(
-    narrow=(FEW, FEW, FEW, Tile(32, 32, 2, 4, 6), Tile(64, 32, 2, 8, 5), SOME, MANY),
-    wide=(FEW, FEW, FEW, Tile(32, 32, 2, 4, 4), Tile(64, 64, 1, 4, 6), SOME, MANY),
-    gated=(FEW, FEW, FEW, Tile(32, 32, 2, 4, 4), Tile(64, 64, 1, 8, 5), Tile(128, 64, 1, 8, 3), MANY),
+    narrow=(NARROW, NARROW, NARROW, Tile(32, 32, 2, 4, 7), Tile(64, 32, 2, 4, 6), Tile(64, 64, 2, 8, 4), MANY),
+    wide=(FEW, FEW, FEW, Tile(32, 32, 2, 4, 5), Tile(64, 64, 2, 8, 4), Tile(64, 128, 1, 8, 4), MANY),
+    gated=(FEW, FEW, FEW, Tile(64, 64, 1, 4, 3), Tile(64, 64, 1, 4, 3), Tile(128, 64, 1, 8, 4), MANY),
     row_bytes=132,
     column_bytes=132,
 )

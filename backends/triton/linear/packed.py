@@ -10,13 +10,12 @@ import torch
 from specdec.backends.triton.linear.parts import Tile, Tiles
 from specdec.backends.triton.linear.quantised import launch
 
-MORE = Tile(16, 32, 2, 4, 6), Tile(32, 32, 2, 4, 4)
-SOME, MANY = Tile(64, 64, 1, 4, 4), Tile(128, 128, 1, 8, 3)
-GATED = Tile(64, 64, 1, 4, 5), Tile(128, 64, 1, 8, 3), Tile(128, 64, 1, 8, 3)
+FEW, SOME, MANY = Tile(16, 32, 2, 4, 6), Tile(64, 64, 1, 4, 4), Tile(128, 128, 1, 8, 3)
+GATED = Tile(32, 64, 1, 4, 3), Tile(64, 64, 1, 4, 3), Tile(128, 64, 1, 8, 3), Tile(128, 64, 1, 8, 3)
 TILES = Tiles(
-    narrow=(Tile(4, 32, 4, 4, 4), Tile(8, 32, 4, 4, 4), *MORE, Tile(64, 32, 2, 4, 5), SOME, MANY),
-    wide=(Tile(4, 16, 4, 4, 3), Tile(8, 32, 4, 4, 3), *MORE, Tile(64, 64, 1, 4, 5), SOME, MANY),
-    gated=(Tile(4, 16, 4, 4, 4), Tile(8, 32, 4, 4, 3), MORE[0], Tile(32, 64, 1, 4, 5), *GATED),
+    narrow=(Tile(4, 32, 4, 4, 4), Tile(8, 32, 4, 4, 4), FEW, Tile(32, 32, 2, 4, 4), Tile(64, 32, 2, 4, 4), SOME, MANY),
+    wide=(Tile(4, 16, 4, 4, 3), Tile(8, 32, 4, 4, 3), FEW, Tile(32, 64, 2, 4, 6), Tile(64, 64, 2, 8, 3), SOME, MANY),
+    gated=(Tile(4, 16, 4, 4, 4), Tile(8, 32, 4, 4, 3), FEW, *GATED),
     row_bytes=256,
     column_bytes=72,
 )
