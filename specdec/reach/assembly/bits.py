@@ -85,7 +85,9 @@ class _Forwards:
     def __init__(self, core: Core):
         self._config, self._target, self._table = core.config, core.target, core.slot_tables.table
         self._context = replace(core.context, on_forward=lambda mode: None)
-        self._has_states = bool(core.context.row_states)
+        pool = core.context.state_pool
+        self._states = [] if pool is None else [layer.state for layer in pool.layers]
+        self._reached: dict[int, list[torch.Tensor]] = {}  # those of each text, once it is prefilled
         page, tail = core.config.page_size, core.config.tail_reserve
         num = min(len(CONTEXTS), core.config.max_batch)
         span = min(self._table.shape[1], core.slot_tables.num_pages // num * page)
@@ -180,12 +182,17 @@ class _Forwards:
 
     def _reach(self, rows: Sequence[int], starts: Sequence[int]) -> None:
         """Bring what recurrent layers keep of `rows` to `starts`: by a prefill of the text, and steps behind it."""
-        for row, start in zip(rows, starts, strict=True) if self._has_states else ():
+        for row, start in zip(rows, starts, strict=True) if self._states else ():
             num = min(start, self.lens[row]) if row < len(self.lens) else 0
             if num and start > num:
                 self._steps([row], [start - 1], 1, has_head=False)
+            elif num and row in self._reached and num == self.lens[row]:
+                for state, kept in zip(self._states, self._reached[row], strict=True):
+                    state[row] = kept
             elif num:
                 self._prefill([row], [0], [num])
+                if num == self.lens[row]:
+                    self._reached[row] = [state[row].clone() for state in self._states]
 
     def _layers(self, metadata: AttentionMetadata, ids: torch.Tensor, within: AbstractContextManager[Any]) -> Rows:
         with forward_context(self._context, metadata), within:
