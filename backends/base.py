@@ -63,9 +63,6 @@ class Capabilities:
     limits: whether prefills may bring some (`AttentionMetadata.limits`).
     """
 
-    sliding_window: bool
-    sinks: bool
-    softcap: bool
     v_dim_differs: bool
     max_latent_dim: int
     dtypes: frozenset[torch.dtype]
@@ -89,10 +86,7 @@ def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: 
         wants = {
             f"head dims {sorted(dims - known)} where there are {sorted(known)}": bool(dims - known),
             f"head dim {widest} over {most}": widest > most > 0,
-            "a sliding window": layer.window is not None and not capabilities.sliding_window,
             "chunked attention": layer.chunk is not None and not capabilities.chunks,
-            "attention sinks": layer.has_sinks and not capabilities.sinks,
-            "a logit softcap": layer.softcap is not None and not capabilities.softcap,
             "V as a part of K": not most,
             "v_dim different from qk_dim": layer.v_dim != layer.qk_dim and not capabilities.v_dim_differs,
         }

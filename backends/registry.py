@@ -101,7 +101,7 @@ def _why(asked: str, picked: str, against: Sequence[str]) -> str:
 
 def pick_recurrent(capabilities: Capabilities) -> RecurrentOps:
     """The set that goes with a backend that can do `capabilities`."""
-    if not capabilities.fused_ops or importlib.util.find_spec("triton") is None:
+    if not capabilities.fused_ops:
         return TORCH_RECURRENT
     from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
 

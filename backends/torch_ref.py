@@ -51,9 +51,6 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     capabilities = Capabilities(
         packed_prefill=True,
-        sliding_window=True,
-        sinks=True,
-        softcap=True,
         v_dim_differs=True,
         max_latent_dim=1 << 16,
         chunks=True,

@@ -497,7 +497,6 @@ def test_prompts_that_fill_the_gpu_are_not_split(num_tokens, monkeypatch):
     ((plan, _partials),) = setup.backend._plans.values()
     num_tiles = triton.cdiv(2 * num_tokens, 32)  # fp32
     assert int(plan.counts) == num_tiles and (plan.items[:num_tiles, 6] == 0).all()
-    assert setup.backend.scratch_bytes < 1 << 20
 
 
 @pytest.mark.parametrize("window", [512, 1024, 4096])

@@ -77,11 +77,6 @@ ROWS: list[dict[str, Any]] = [
     *(latency_row("tpot", steps, batch, 128, 5.0 - steps + batch / 10) for steps in (0, 3) for batch in (1, 8)),
     attach_row("compiled", 300.0),
     attach_row("a mode with a name that is so long that no chart can hold all of it", 100.0),
-    *(
-        {"what": phase, "shape": "8b", "mode": "graph", "steps": 3, "topk": 1, "draft_tokens": 4, "batch": 1}
-        | {"tokens": 128, "sampling": "greedy", "ms": ms, "floor_ms": 4.0}
-        for phase, ms in (("draft", 0.6), ("verify", 7.3), ("accept", 0.1), ("extend", 0.3), ("round", 8.4))
-    ),
     gsm8k_row("off", False, 0.0),
     gsm8k_row("piecewise", True, 2e-4),
     {
@@ -129,13 +124,13 @@ def rendered() -> Iterator[tuple[str, list[Figure]]]:
 def test_every_section_is_there(rendered):
     html, figures = rendered
     anchors = re.findall(r'<section id="([\w-]+)">', html)
-    expected = ["acceptance", "latency", "rounds", "peers", "gsm8k", "lossless", "serving", "graphs"]
+    expected = ["acceptance", "latency", "peers", "gsm8k", "lossless", "serving", "graphs"]
     assert anchors == [*expected, "others", "eager", "environment", "definitions"]
     assert re.findall(r'<a href="#([\w-]+)"', html) == anchors
     assert html.count("<svg") == len(figures) == html.count("<figure>")
     titles = ("tau by position, chain S=3, gsm8k, T=0", "tau by context", "Acceptance by position")
     titles += ("Prefill: time to the first token", "A round beside its floor", "Tokens/s against batch")
-    titles += ("Milliseconds by phase", "Memory of captured graphs", "Tokens/s by way", "Correct answers by mode")
+    titles += ("Memory of captured graphs", "Tokens/s by way", "Correct answers by mode")
     titles += ("Likelihood against the first mode", "Attaching")
     titles += ("tau by draft and shape",)
     assert [title for title in titles if title not in html] == []
@@ -160,7 +155,7 @@ def test_the_page_needs_nothing_from_outside(rendered):
 
 def test_every_axis_has_a_label_and_no_text_lies_on_another(rendered):
     _, figures = rendered
-    assert len(figures) >= 14
+    assert len(figures) >= 13
     for figure in figures:
         figure.canvas.draw()
         for axes in figure.axes:

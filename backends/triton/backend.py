@@ -33,9 +33,6 @@ class TritonBackend(AttentionBackend):
     rehearses = True
     capabilities = Capabilities(
         packed_prefill=True,
-        sliding_window=True,
-        sinks=True,
-        softcap=True,
         v_dim_differs=True,
         max_latent_dim=576,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
@@ -56,12 +53,6 @@ class TritonBackend(AttentionBackend):
         if device.type == "cuda" or INTERPRETED:
             return None
         return f"it needs CUDA, the model is on {device.type} (TRITON_INTERPRET=1 runs it there, for tests)"
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Device bytes of the plans and split tiles of the forward in flight."""
-        tensors = [t for p, partials in self._plans.values() for t in (p.items, p.arrived, p.tree_states, *partials)]
-        return sum(t.numel() * t.element_size() for t in tensors)
 
     def _prepare(self, metadata: AttentionMetadata) -> None:
         self._plans = {}

@@ -7,7 +7,7 @@ Ids past the last expert are one more expert, of no features: its products are z
 a row's bits depend on neither its tile nor the other rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -208,11 +208,7 @@ def grouped_linear(
     if num_rows == 0:
         return out
     tile = tiling(num_rows, num_experts, x.shape[1], x.element_size(), shared_memory(x.device))
-    is_routed = not is_scanned(num_rows, num_experts)
-    is_early = follows_early() and not is_routed
-    order, starts = route(ids, num_experts) if is_routed else (ids, ids)
-    block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else FEW if num_rows <= FEW else SCANNED
-    num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
+    order, starts, num_groups, constants = grouping(ids, num_experts, tile.m)
     _grouped_linear_kernel[(triton.cdiv(num_columns, tile.n), num_groups)](
         x,
         ids,
@@ -228,22 +224,33 @@ def grouped_linear(
         x.shape[1],
         weight.stride(0),
         weight.stride(1),
-        E=num_experts,
-        ROUTED=is_routed,
         TRANSPOSED=is_transposed,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
-        BLOCK_IDS=block_ids,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
-        PDL=is_early,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        launch_pdl=is_early,
+        **constants,
     )
     return out
+
+
+def grouping(
+    ids: torch.Tensor, num_experts: int, block_m: int
+) -> tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]:
+    """Return what `route` does, or `ids` twice where programs look for their rows themselves; how many groups of
+    `block_m` rows there are at most; and those constants of a launch that follow from it."""
+    num_rows = ids.numel()
+    is_routed, num_groups = not is_scanned(num_rows, num_experts), min(num_experts + 1, num_rows)
+    is_early = follows_early() and not is_routed
+    constants = {"E": num_experts, "ROUTED": is_routed, "PDL": is_early, "launch_pdl": is_early}
+    if not is_routed:
+        return ids, ids, num_groups, {**constants, "BLOCK_IDS": FEW if num_rows <= FEW else SCANNED}
+    constants["BLOCK_IDS"] = triton.next_power_of_2(num_experts + 1)
+    return *route(ids, num_experts), num_groups + num_rows // block_m, constants
 
 
 def route(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from specdec.backends.triton.experts.products import SCANNED, is_scanned, route, routed_block, scanned
+from specdec.backends.triton.experts.products import grouping, is_scanned, routed_block, scanned
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import with_diagonal
 from specdec.backends.triton.linear.products import dot
@@ -214,11 +214,8 @@ def grouped(
     out = torch.empty(num_rows, N // (2 if activation else 1), dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile, is_routed = choose_tile(num_rows, num_experts), not is_scanned(num_rows, num_experts)
-    is_early = follows_early() and not is_routed
-    order, starts = route(ids, num_experts) if is_routed else (ids, ids)
-    block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
-    num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
+    tile = choose_tile(num_rows, num_experts)
+    order, starts, num_groups, constants = grouping(ids, num_experts, tile.m)
     _quantised_experts_kernel[(triton.cdiv(N, tile.n), num_groups)](
         x,
         out if row_scales is None else row_scales,
@@ -235,21 +232,17 @@ def grouped(
         N,
         K,
         num_blocks,
-        E=num_experts,
         FP8=is_fp8,
-        ROUTED=is_routed,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED,
         PAIRED=tile.is_paired,
         IS_ODD=num_blocks % 2 == 1,
-        BLOCK_IDS=block_ids,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         NUM_STAGES=tile.num_stages,
-        PDL=is_early,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        launch_pdl=is_early,
+        **constants,
     )
     return out

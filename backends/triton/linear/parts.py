@@ -34,8 +34,8 @@ class Tiles(NamedTuple):
     """Tiles for up to 4, 8, 16, 32, 64 and 128 rows, and for more: of few columns, of more, and of two weights with an
     activation; and the bytes that a row and a column have of a block of features. Measured on an H100.
 
-    Where multiprocessors have one or two programs each, stages fill shared memory so that no more fit: programs that
-    start early crowd where the kernel before has ended first, and take up to twice as long.
+    Where multiprocessors have one or two programs each, stages of FP8 fill shared memory so that no more fit: programs
+    that start while rows are quantised would crowd where that has ended first, and take up to twice as long.
     """
 
     narrow: Sequence[Tile]

@@ -40,11 +40,11 @@ OUTPUTS = dict(BLOCK_P=64, BLOCK_K=64, STAGES=2, num_warps=4)  # BLOCK_K: keys o
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "first_chunk", "num_chunks"],
+    do_not_specialize=["first_chunk", "num_chunks"],
     do_not_specialize_on_alignment=["rows", "prefix_lens", "qo_indptr"],
 )
 def _states_kernel(
-    k, v, g, cums, keys, u, w, states, state, rows, prefix_lens, qo_indptr, num_reqs, first_chunk, num_chunks,
+    k, v, g, cums, keys, u, w, states, state, rows, prefix_lens, qo_indptr, first_chunk, num_chunks,
     k_t, k_h, v_t, v_h, g_t, g_h,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
@@ -206,7 +206,7 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
             )  # fmt: skip
         states = _states_constants(spec, inputs.k.element_size(), shared_memory(inputs.k.device))
         _states_kernel[(triton.cdiv(spec.v_dim, states["BLOCK_P"]), spec.heads, m.num_reqs)](
-            k, v, g, s.cums, s.keys, s.u, s.w, s.states, layer.state, m.rows, m.prefix_lens, m.qo_indptr, m.num_reqs,
+            k, v, g, s.cums, s.keys, s.u, s.w, s.states, layer.state, m.rows, m.prefix_lens, m.qo_indptr,
             first, num_chunks, *of_k, *of_v, *of_g, CORRECTED=spec.is_corrected, **common_p, **states,
         )  # fmt: skip
         outputs = _blocks(spec, OUTPUTS)

@@ -61,24 +61,21 @@ class Measure(NamedTuple):
 
 DESCRIBED = """
 acc bits calls callers_saw ci95 emitted expected_differing experts_in_use faults finished flips_per_token free_pages
-hf_new_tokens logits near_ties neighbours_told nodes note notes num_graphs of_copy_rate off_prediction only_base
-only_here other_tokens reasons refused replayed rounds rss_mib_end rss_mib_start run runners says status tau_of_starts
-tflops vanished version
+hf_new_tokens logits near_ties neighbours_told nodes note notes num_graphs off_prediction only_base
+only_here refused replayed rounds rss_mib_end rss_mib_start run runners says status tau_of_starts
+vanished version
 """
 MEASURES = {
     "tau": Measure("tokens/round", "higher", ci="ci95"),
-    "held_out_tau": Measure("tokens/round", "higher"),
     "expected_tau": Measure("tokens/round"),
     "tok_s": Measure("tokens/s", "higher", ci="tok_s_ci95"),
     "host_ms": Measure("ms"),
     "gap_us": Measure("µs"),
-    "estimated_mib": Measure("MiB"),
     "graph_mib_of": Measure("MiB"),
     "answer_s": Measure("s"),
     "seconds": Measure("s"),
     "minutes": Measure("min"),
     "cached_tokens": Measure("tokens"),
-    "busy_from": Measure("tokens"),
     "near_tie": Measure("logits"),
     "launches": Measure("", "lower"),
     "kernel_launches": Measure("", "lower"),
@@ -98,7 +95,6 @@ ENDINGS = {
     "tok_s": Measure("tokens/s", "higher"),
     "tokens_per_s": Measure("tokens/s", "higher"),
     "requests_s": Measure("requests/s", "higher"),
-    "per_s": Measure("per s", "higher"),
     "ms": Measure("ms", "lower"),
     "us": Measure("µs", "lower"),
     "s": Measure("s", "lower"),

@@ -36,7 +36,7 @@ class Splitter:
     def __init__(
         self, tools: ToolFormat | None, thinking: Thinking | None, is_thinking: bool = False, ends: Sequence[str] = ()
     ):
-        self._tools, self._thinking, self._ends = tools, thinking, [end for end in ends if end]
+        self._tools, self._ends = tools, [end for end in ends if end]
         self._marks = {
             _Mode.ARGUMENTS: regex.compile(tools.header) if tools else None,
             _Mode.THOUGHT: regex.compile(thinking.begin) if thinking else None,

@@ -99,7 +99,7 @@ class Charts:
         return _figure(points, draw, x, y, _height(cases, 1 + 0.55 * (len(names) - 1) * is_shared))
 
     def bars(self, points: Sequence[Point], x: str, y: str, log: str = "") -> str:
-        """Draw a bar a category, the series as its parts end to end. The floor of a part marks the whole bar."""
+        """Draw a bar a category, the series as its parts end to end."""
         cases = list(dict.fromkeys(point.x for point in points))
 
         def draw(axes: "Axes", own: Sequence[Point]) -> None:
@@ -108,8 +108,6 @@ class Charts:
                 place, colour = cases.index(point.x), self.look(point.series)["color"]
                 axes.barh(place, point.y, 0.62, ends[point.x], color=colour, label=point.series)
                 ends[point.x] += point.y
-                if point.floor is not None:
-                    _mark_floor(axes, point.floor, place)
             _categories(axes, cases)
 
         return _figure(points, draw, x, y, _height(cases, 1))

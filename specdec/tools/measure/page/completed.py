@@ -14,7 +14,6 @@ from specdec.tools.measure.tables import Table, numbered, shape_of, shortener, t
 
 GREEDY, LOOKUP = ", greedy drafts", ", lookup"
 BUCKETS = {"tau_by_position": "position in the answer (tokens)", "tau_by_context": "context length (tokens)"}
-PHASES = ("draft", "verify", "accept", "extend")
 SHAPE = "steps topk draft_tokens"  # of which "rounds_of" is made
 SIZE = "_batch × tokens"
 
@@ -104,15 +103,6 @@ def latency(rows: Sequence[Row]) -> Rows:
                 row["pays_from_tau"] = round(row["round_ms"] / other["ms"], 2)
                 row["of_plain"] = row["tau"] / row["pays_from_tau"]
     return found
-
-
-def phases(rows: Rows) -> Rows:
-    """Return a row for each round, with the milliseconds of its phases."""
-    floors = {row["_case"]: row.get("floor_ms") for row in rows if row["what"] == "round"}
-    return [
-        {**{row["what"]: row["ms"] for row in own}, "_case": case, "_draft_floor": floors.get(case)}
-        for case, own in grouped(rows, lambda row: row["_case"]).items()
-    ]
 
 
 def start(rows: Sequence[Row]) -> Rows:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.tools.measure.page import completed
-from specdec.tools.measure.page.completed import BUCKETS, PHASES, SHAPE, SIZE, engines
+from specdec.tools.measure.page.completed import BUCKETS, SHAPE, SIZE, engines
 from specdec.tools.measure.page.sections import CASE, Best, Card, Chart, RowKind, Section
 from specdec.tools.measure.rows import Row, grouped, label_of
 from specdec.tools.measure.tables import named, table, varying
@@ -122,23 +122,6 @@ KINDS = (  # a row belongs to the first that takes it
         hidden=SHAPE,
     ),
     RowKind(
-        "rounds",
-        "Phases of a round",
-        "The engine's core stepped alone: draft, verify, accept and extend, timed one by one.",
-        lambda row: row.get("what") in (*PHASES, "round", "plain_step") and "ms" in row and "sampling" in row,
-        completed.with_rounds,
-        cases=("rounds_of", "file", "shape", "mode", "sampling", "batch", "tokens"),
-        charts=(
-            Chart(
-                *("Milliseconds by phase", "bars", "_case", PHASES, completed.phases),
-                caption="The black mark is the floor of the whole round.",
-                axis="time (ms)",
-            ),
-        ),
-        columns="file shape mode rounds_of sampling batch tokens what ms floor_ms tau expected_tau",
-        hidden=SHAPE,
-    ),
-    RowKind(
         "peers",
         "Other ways to the same text",
         "The same requests by transformers' own ways, by other libraries, and by engines; second run of two.",
@@ -157,7 +140,7 @@ KINDS = (  # a row belongs to the first that takes it
         "Mean negative log-likelihood of the gold solutions and greedy answers, mode by mode. A mode that rounds "
         "differently may part at near ties; it must not be worse beyond chance (McNemar's test on answers, paired "
         "bootstrap on likelihoods).",
-        lambda row: str(row.get("what", "")).startswith("gsm8k") or {"nll", "answers"} <= row.keys(),
+        lambda row: str(row.get("what", "")).startswith("gsm8k"),
         completed.gsm8k,
         series=("mode",),
         cases=MODES,
@@ -219,7 +202,7 @@ KINDS = (  # a row belongs to the first that takes it
         "graphs",
         "Start-up and graphs",
         "What attaching an engine took, once, and what its captured graphs hold on the device.",
-        lambda row: row.get("what") in ("attach", "build", "capture") and bool({"capture_s", "attach_s"} & row.keys()),
+        lambda row: row.get("what") == "attach" and bool({"capture_s", "attach_s"} & row.keys()),
         completed.start,
         cases=("rounds_of", "file", "label", "shape", "mode", "batch", "tokens", "attempt"),
         charts=(
