@@ -183,7 +183,8 @@ class Engine:
         the first request, the others use hashes of it (`request_seed`), so that other seeds share no sample; None draws
         fresh ones.
         sampling: SamplingParams, one for all or one per prompt, in place of all these but EOS and lengths.
-        stop: strings that end a request; its text ends before the string. stop_token_ids: ids that end it.
+        stop: strings that end a request; its text ends before the string. They are looked for in the new text, as
+        OpenAI does, while `stop_strings` may begin in the prompt. stop_token_ids: ids that end it.
         ignore_eos: go on past EOS. priority: while requests wait, higher ones are admitted first; from -1000 to 1000.
         grammar: a `Grammar` that the text follows, or a dict of its fields (such as {"json": schema}); one for all, or
         one or None per prompt. The engine must have been attached with `grammar`.

@@ -401,6 +401,7 @@ def test_pipelines_streamers_and_stop_strings_of_a_real_model(smollm2):
         "stop": lambda: stopped(model, tokenizer, text, ["yellow", "red,"]),
         "stop across the prompt": lambda: stopped(model, tokenizer, text, ["are the"]),
         "stop of the model's own": lambda: shipped_stop(model, tokenizer, text, ["primary"]),
+        "none of them": lambda: shipped_stop(model, tokenizer, text, ["primary"], stop_strings=None),
         "stream": lambda: streamed(model, tokenizer, text),
     }
     expected = {name: call() for name, call in calls.items()}
@@ -424,10 +425,10 @@ def stopped(model, tokenizer, text, strings):
     return tokenizer.decode(out[0])
 
 
-def shipped_stop(model, tokenizer, text, strings):
+def shipped_stop(model, tokenizer, text, strings, **options):
     model.generation_config.stop_strings, model.generation_config.max_time = strings, 1000.0
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
-    out = model.generate(**inputs, max_new_tokens=12, do_sample=False, tokenizer=tokenizer)
+    out = model.generate(**inputs, max_new_tokens=12, do_sample=False, tokenizer=tokenizer, **options)
     model.generation_config.stop_strings = model.generation_config.max_time = None
     return tokenizer.decode(out[0])
 

@@ -100,6 +100,7 @@ def engine(model):
         ([[5], [6]], [[6]], "1 continuations for 2 prompts"),
         ([[5]], [[10**6]], "holds token 1000000; the target's vocabulary"),
         ([[5] * 20], [[6] * 6], "prompt 0 has 20 tokens and its continuation 6: 25 are read, more than max_seq_len=24"),
+        ([[5]], [], r"continuations=\[\]: expected"),
         ([[5]], ["text"], "continuations are text, but the engine has no tokenizer"),
     ],
 )

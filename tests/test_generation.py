@@ -291,3 +291,23 @@ def test_a_stop_string_that_is_a_special_token_stops(model):
     with pytest.raises(ValueError, match=r"stop='<end>\\n' holds the special token '<end>'"):
         engine.generate(prompt, stop=["x", "<end>\n"], **options)
     engine.detach()
+
+
+def test_stop_begins_in_the_text_and_stop_strings_may_begin_in_the_prompt(model):
+    engine = specdec.attach(model, tokenizer=Letters(), max_seq_len=64)
+    prompt, options = [[5, 9, 5, 9, 6]], {"max_new_tokens": 6, "ignore_eos": True}
+    whole = engine.generate(prompt, **options)
+    across = "g" + whole.texts[0][0]
+    assert across not in whole.texts[0]
+    assert engine.generate(prompt, stop=across, **options).texts == whole.texts
+    assert engine.generate(prompt, stop_strings=across, **options).texts == [""]
+    for stops in ([whole.texts[0][1]], iter([whole.texts[0][1]])):
+        assert engine.generate(prompt, stop=stops, **options).finish_reasons == ["stop_string"]
+    engine.detach()
+
+
+def test_what_can_be_read_once_holds_for_every_prompt(engine):
+    prompts, options = [[5, 6, 7], [8, 9]], {"max_new_tokens": 6, "min_length": 4, "ignore_eos": True}
+    banned = sorted({token for tokens in engine.generate(prompts, **options).tokens for token in tokens})
+    expected = engine.generate(prompts, suppress_tokens=banned, **options).tokens
+    assert engine.generate(prompts, suppress_tokens=iter(banned), **options).tokens == expected

@@ -43,7 +43,7 @@ NEUTRAL = {
 
 def test_fields_that_ask_for_nothing_are_accepted():
     chat = [{"role": "developer", "content": "a"}, {**CHAT[0], "name": "me"}, {"role": "assistant", "content": None}]
-    body = schema.Body({"messages": chat, **NEUTRAL}, is_chat=True)
+    body = schema.Body({"messages": chat, **NEUTRAL, "a field of next year": None}, is_chat=True)
     assert [m["role"] for m in body.get("messages")] == ["system", "user", "assistant"]
     assert body.get("messages")[2]["content"] == "" and body.num_top is None
     options = body.options(samples=False)
@@ -64,7 +64,8 @@ def test_a_body_needs_no_content_type_except_from_a_page(tiny):
 def test_keys_hosts_and_origins(tiny):
     with httpx.Client(base_url=tiny.url) as stranger:
         assert stranger.get("/v1/models").status_code == 401 and stranger.get("/health").status_code == 200
-        assert stranger.get("/v1/models", headers={"authorization": "Bearer secreu"}).status_code == 401
+        for key, status in (("Bearer secreu", 401), ("Basic secret", 401), ("bearer secret", 200)):
+            assert stranger.get("/v1/models", headers={"authorization": key}).status_code == status
     for host, status in (("evil.example:8000", 400), ("[", 400), ("[::1]:8000", 200), ("127.0.0.1", 200)):
         answer = tiny.http.get("/v1/models", headers={"host": host})
         assert answer.status_code == status and ("--allowed-hosts" in answer.text) == (status == 400)
@@ -85,12 +86,15 @@ def test_logprobs_are_those_of_the_engine(tiny):
     assert scores.token_logprobs == [score.logprob for score in wanted.logprobs]
     assert [list(top.values()) for top in scores.top_logprobs] == [[score.top[0][1]] for score in wanted.logprobs]
     assert scores.tokens == [TOKENIZER.decode([token]) for token in wanted.tokens]
-    streamed = []
+    lengths = [len(text) for text in scores.tokens]
+    assert scores.text_offset == [sum(lengths[:i]) for i in range(3)]
+    streamed, offsets = [], []
     for chunk in tiny.api.completions.create(
         model="tiny", prompt=[5, 6, 7], max_tokens=3, logprobs=1, stream=True, extra_body={"ignore_eos": True}
     ):
         streamed += [p for choice in chunk.choices if choice.logprobs for p in choice.logprobs.token_logprobs]
-    assert streamed == scores.token_logprobs
+        offsets += [at for choice in chunk.choices if choice.logprobs for at in choice.logprobs.text_offset]
+    assert (streamed, offsets) == (scores.token_logprobs, scores.text_offset)
     assert tiny.post({**TEXT, "logprobs": 3}, "/v1/completions").json()["error"]["param"] == "logprobs"
 
 

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,6 +133,18 @@ def test_an_address_that_is_taken_is_named():
         other.bind(("127.0.0.1", 0))
         with pytest.raises(ValueError, match=r"--host 127.0.0.1 --port \d+: Address already in use"):
             api_server.ApiServer("127.0.0.1", other.getsockname()[1])
+    with pytest.raises(ValueError, match=r"--port 99999: .*0-65535"):
+        api_server.ApiServer("127.0.0.1", 99999)
+
+
+def test_a_last_token_is_sent_with_its_reason(engine):
+    """A step, on another thread, tells the token first: what ends a text is no part of an answer."""
+    (request,) = engine._requests([[5, 6]], stop_token_ids=[9])
+    call = host.HostedCall(SimpleNamespace(core=engine._core), 1, [request], True)
+    request.tokens += [7, 9]
+    assert [update.tokens for update in call.updates()] == [[7]]
+    request.finish_reason = "stop_id"
+    assert [(update.tokens, update.finish_reason) for update in call.updates()] == [([9], "stop_id")]
 
 
 def test_a_process_that_cannot_serve_says_why(engine, tmp_path, capfd):

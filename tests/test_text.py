@@ -5,6 +5,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import specdec
 from specdec import SamplingParams
@@ -270,6 +272,20 @@ class Bytes:
     def decode(self, tokens, **_):
         self.num_decoded += len(tokens)
         return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_long_run_of_bytes_is_text(size):
+    """As tokenizers with byte fallback decode it: all of a run is lost while one of its characters is incomplete."""
+    tokenizer = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    text = "🎉" * 12 + "አማርኛ" * 9 + "é日🦀" * 8
+    tokens = list(text.encode())
+    assert "\ufffd" in tokenizer.decode(tokens[:30]) and "🎉" not in tokenizer.decode(tokens[:30])
+    detokenizer = Detokenizer(tokenizer, ["never"])
+    parts = [detokenizer.feed(tokens[i : i + size]) for i in range(0, len(tokens), size)]
+    assert "".join(parts) + detokenizer.finish() == text
 
 
 @pytest.mark.parametrize("half", [[0xE2], [0xE2, 0x82], [0x82]])

@@ -75,7 +75,8 @@ def make_requests(
                 "raise max_new_tokens"
             )
     skips = FLAG.check("skip_special_tokens", skip_special_tokens)
-    texts = [Detokenizer(tokenizer, strings, prompt, skips) for prompt in batch]
+    before = batch if stop is None else [()] * len(batch)  # in which stop_strings may begin, and no `stop`
+    texts = [Detokenizer(tokenizer, strings, prompt, skips) for prompt in before]
     requests = [
         Request(prompt, array, limit, law, stop_ids, eos, text, special, priority)
         for prompt, array, limit, law, text in zip(batch, arrays, limits, laws, texts, strict=True)
@@ -167,7 +168,8 @@ def _limits(core: Core, settings: Settings, given: Any, batch: list[list[int]]) 
 def _stop_strings(stop: Any, tokenizer: Any) -> tuple[list[str], tuple[int, ...]]:
     """Return the stop strings that text can contain, and the ids of those that are special tokens, never in text."""
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, Iterable) or not all(isinstance(s, str) for s in strings):
+    strings = [*strings] if isinstance(strings, Iterable) else [strings]
+    if not all(isinstance(s, str) for s in strings):
         raise ValueError(f"stop={stop!r}: expected a string or a list of strings")
     strings = [check_text("stop", s) for s in strings]
     if strings and tokenizer is None:

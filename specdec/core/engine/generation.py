@@ -4,7 +4,7 @@ As in `model.generate`, an argument of the call overrides the call's config, whi
 that are not set have the defaults of `transformers`. Knows no engine: the results are SamplingParams and limits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -134,7 +134,7 @@ class Settings:
 
         Raises ValueError for what is not honoured, with its name, its value and what to do. None turns a setting off.
         """
-        arguments = dict(arguments or {})
+        arguments = {n: tuple(v) if isinstance(v, Iterator) else v for n, v in (arguments or {}).items()}
         _refuse_arguments(arguments)
         of_call = _set_values(call_config)
         values = {**_set_values(model_config), **of_call, **arguments}

@@ -23,7 +23,7 @@ from specdec.core.engine.core import Core
 from specdec.core.engine.packing import copy_to
 from specdec.core.errors import CapacityError
 from specdec.core.functional.results import token_logprobs
-from specdec.core.text.inputs import prompts_to_ids
+from specdec.core.text.inputs import check_text, prompts_to_ids
 
 HEAD_ROWS = 512  # positions whose logits are held at once
 
@@ -164,8 +164,13 @@ def _continuation_ids(continuations: Any, tokenizer: Any) -> list[list[int]]:
     if isinstance(texts, Sequence) and any(isinstance(text, str) for text in texts):
         if tokenizer is None:
             raise ValueError("continuations are text, but the engine has no tokenizer; attach(..., tokenizer=...)")
-        texts = [tokenizer(t, add_special_tokens=False)["input_ids"] if isinstance(t, str) else t for t in texts]
-    return prompts_to_ids(texts, tokenizer)
+        named = enumerate(texts)
+        texts = [_ids_of(f"continuation {i}", t, tokenizer) if isinstance(t, str) else t for i, t in named]
+    return prompts_to_ids(texts, tokenizer, name="continuation")
+
+
+def _ids_of(name: str, text: str, tokenizer: Any) -> list[int]:
+    return list(tokenizer(check_text(name, text), add_special_tokens=False)["input_ids"])
 
 
 def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:

@@ -14,7 +14,7 @@ class Detokenizer:
 
     All at once (`decode`), or as they come (`feed`, `finish`). Streamed text is held back while it may still change
     (incomplete UTF-8) or may be the start of a stop string. The text ends before a stop string; the tokens that made it
-    stay in the token list. prompt: ids before the text, in which a stop string may begin, as in `transformers`.
+    stay in the token list. prompt: ids before the text, if a stop string may begin in them, as in `transformers`.
     skips_special: special tokens are no text.
     """
 
@@ -36,6 +36,7 @@ class Detokenizer:
         self._held = ""
         longest = max(map(len, stop_strings), default=0)
         self._prompt = list(prompt[-4 * longest :]) if longest else []  # a character has up to four tokens
+        self.reads_prompt = bool(self._prompt)
         self._num_before = 0  # characters of the prompt that `_held` begins with
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -72,18 +73,28 @@ class Detokenizer:
         self.num_fed += len(tokens)
         self._window.extend(tokens)
         whole = self.decode(self._window)
-        certain = whole.rstrip(REPLACEMENT)
-        is_broken = len(whole) - len(certain) > WINDOW  # no character is so long
-        if is_broken:
-            certain = whole[:-PENDING]
+        certain, num_left = whole.rstrip(REPLACEMENT), 0
+        if len(whole) - len(certain) > WINDOW:  # no character is so long
+            certain, num_left = self._split(whole)
         text = self._held + certain[self._given :]
         self._given = max(self._given, len(certain))
-        if is_broken:
-            self._window, self._settled = self._window[-WINDOW // 2 :], 0
-            self._given = len(self.decode(self._window)) - PENDING
+        if num_left:
+            self._window, self._settled = self._window[-num_left:], 0
+            self._given = 0 if num_left < PENDING else len(self.decode(self._window)) - PENDING
         elif len(certain) == len(whole):
             self._settle()
         return self._release(text)
+
+    def _split(self, whole: str) -> tuple[str, int]:
+        """Return the text of the window that is certain, and how many tokens are left for the next one.
+
+        Where tokens are bytes ("byte fallback"), an incomplete character takes the text of the whole run of them along.
+        """
+        shorter = {n: self.decode(self._window[:-n]) for n in range(1, PENDING)}
+        complete = (n for n, text in shorter.items() if not text.endswith(REPLACEMENT))
+        if num_left := next(complete, 0):
+            return shorter[num_left], num_left
+        return whole[:-PENDING], WINDOW // 2
 
     def _hold_prompt(self, tokens: Sequence[int]) -> None:
         """Hold the prompt's end, if a stop string may begin there, and the space between it and the first `tokens`.

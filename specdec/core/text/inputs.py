@@ -13,8 +13,8 @@ IMAGE_PARTS = ("image", "image_url")  # types of a message's parts
 WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
-def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> list[list[int]]:
-    """Return token ids of one prompt or a batch.
+def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None, name: str = "prompt") -> list[list[int]]:
+    """Return token ids of one prompt or a batch; name: of one, in errors.
 
     prompts: a string; chat messages (a list of {"role", "content"}, rendered with the chat template and its generation
     prompt; content: text, or a list of parts {"type": "text", "text"}); a list of ints; a tensor or NumPy array of
@@ -29,15 +29,15 @@ def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> 
     prompts = _listed(prompts)
     if isinstance(prompts, str) or _is_ints(prompts) or is_chat(prompts):
         prompts, attention_mask = [prompts], None if attention_mask is None else [attention_mask]
-    _refuse_bytes("prompts", prompts)
+    _refuse_bytes(f"{name}s", prompts)
     if not isinstance(prompts, Sequence) or not prompts:
         raise ValueError(
-            f"prompts={shown(prompts)}: expected a string, chat messages, token ids, a tensor, or a non-empty list of "
+            f"{name}s={shown(prompts)}: expected a string, chat messages, token ids, a tensor, or a non-empty list of "
             "them"
         )
     if attention_mask is not None and any(isinstance(p, str) or is_chat(p) for p in prompts):
         raise ValueError("attention_mask goes with input_ids (a tensor or lists of ints), not with text")
-    rows = [one_prompt(p, f"prompt {i}", tokenizer) for i, p in enumerate(prompts)]
+    rows = [one_prompt(p, f"{name} {i}", tokenizer) for i, p in enumerate(prompts)]
     return rows if attention_mask is None else _masked(rows, attention_mask)
 
 

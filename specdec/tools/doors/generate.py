@@ -164,16 +164,17 @@ def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
 def _with_stop_strings(model: Any, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Turn stop strings, of the call or the model, into a criterion: transformers keeps their tokenizer for its own
     loops."""
-    options = dict(options)
-    tokenizer = options.pop("tokenizer", None) or tokenizer
     configs = (options.get("generation_config"), model.generation_config)
-    given = [options.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
+    given = [getattr(config, "stop_strings", None) for config in configs]
+    given = [options["stop_strings"]] if "stop_strings" in options else given
     strings = next((value for value in given if value), None)
     if strings is None:
         return options
+    tokenizer = options.get("tokenizer") or tokenizer
     if tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need a tokenizer: generate(tokenizer=...) or attach(tokenizer=...)")
     criteria = [*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+    options = {name: value for name, value in options.items() if name != "tokenizer"}
     return {**options, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 

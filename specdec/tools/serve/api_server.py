@@ -35,9 +35,10 @@ class ApiServer:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             listener.close()
-            raise ValueError(f"--host {host} --port {port}: {error.strerror}: choose another address") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"--host {host} --port {port}: {reason}: choose another address") from error
         self._address = listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._address[1]}"
         self._channel, theirs = socket.socketpair()

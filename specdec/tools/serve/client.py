@@ -148,7 +148,8 @@ class EngineClient:
             raise
         skips_special = options.get("skip_special_tokens", True)
         for prompt, ids, facts in zip(prompts, prompt_ids, made, strict=True):
-            detokenizer = Detokenizer(self.tokenizer, facts.stop_strings, ids, skips_special)
+            before = ids if facts.reads_prompt else ()
+            detokenizer = Detokenizer(self.tokenizer, facts.stop_strings, before, skips_special)
             call.texts.append(Text(ids, isinstance(prompt, Mapping), facts.eos_ids, detokenizer))
         return call
 

@@ -4,6 +4,7 @@ import json
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class AnswerForm:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     _frames: dict[int, tuple[str, str]] = field(default_factory=dict, init=False)  # of each choice, see `events`
+    _lengths: Counter[int] = field(default_factory=Counter, init=False)  # of each choice's text, see `_logprobs`
 
     def whole(self, choices: Sequence[Sequence[StreamPiece]], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one piece, from all pieces of every choice."""
@@ -105,8 +107,13 @@ class AnswerForm:
                 for one, top in zip(own, tops, strict=True)
             ]
             return {"content": content, "refusal": None}
+        offsets = []
+        for text, _ in own:
+            offsets.append(self._lengths[pieces[0].choice])
+            self._lengths[pieces[0].choice] += len(text)
         return {
             "tokens": [text for text, _ in own],
+            "text_offset": offsets,
             "token_logprobs": [logprob for _, logprob in own],
             "top_logprobs": [dict(top) for top in tops],
         }

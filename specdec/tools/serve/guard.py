@@ -44,8 +44,8 @@ class Guard:
         if self.hosts is not None and host is not None and _name_of(host) not in self.hosts:
             return HTTPException(400, f"Host {host[:200]!r} is not this server's: give it with --allowed-hosts")
         if self.api_key is not None and path.startswith("/v1/"):
-            given = headers.get("authorization", "").encode()
-            if not secrets.compare_digest(given, f"Bearer {self.api_key}".encode()):
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not secrets.compare_digest(key.encode(), self.api_key.encode()):
                 return HTTPException(401, "the header 'Authorization: Bearer KEY' is missing, or its key is wrong")
         return None
 

@@ -21,10 +21,14 @@ from specdec.tools.serve.process import shared_fairly
 
 
 class Made(NamedTuple):
-    """What an API server needs to know of a request that has been made, besides what it asked for."""
+    """What an API server needs to know of a request that has been made, besides what it asked for.
+
+    reads_prompt: whether stop strings may begin in the prompt.
+    """
 
     eos_ids: frozenset[int]
     stop_strings: tuple[str, ...]
+    reads_prompt: bool
 
 
 class Update(NamedTuple):
@@ -65,6 +69,8 @@ class HostedCall(Call):
                 continue
             start = self._num_sent[choice]
             tokens = request.tokens[start:]
+            if reason is None and tokens and tokens[-1] in request.stop_ids:
+                tokens.pop()  # its reason comes next
             scores = (request.logprobs or [])[start : start + len(tokens)]
             self._num_sent[choice] += len(tokens)
             if reason:
@@ -157,7 +163,8 @@ class EngineHost:
         requests = await asyncio.to_thread(self.engine._requests, prompts, **options)
         call = self._calls[number] = HostedCall(self, number, requests, wants_tokens)
         self._driver.begin(call)
-        return [Made(request.eos_ids, request.detokenizer.stop_strings) for request in requests]
+        texts = [request.detokenizer for request in requests]
+        return [Made(r.eos_ids, t.stop_strings, t.reads_prompt) for r, t in zip(requests, texts, strict=True)]
 
     async def compile_grammar(self, _: int, grammar: Any) -> None:
         """Compile what requests will ask for; ValueError if that cannot be."""

@@ -89,7 +89,7 @@ class Body:
                 self.fields[name] = fields[name](name, value)
             elif name in REFUSED and value is not None:
                 refuse_unless(name, value, REFUSED[name])
-            elif name not in fields and name not in REFUSED and name not in IGNORED:
+            elif value is not None and name not in fields and name not in IGNORED:
                 raise ValueError(f"{shown(name)[1:-1]}: this server knows no such field: leave it out")
         self._check_together()
 
