@@ -86,7 +86,7 @@ class HFTarget:
                 if join is not None:
                     join(self.comm)
                 self._sharded = plain(model, self.comm.name)
-            with sdpa_kernel(SDPBackend.MATH):  # the others' kernels take seconds to load, and no engine launches them
+            with sdpa_kernel(SDPBackend.MATH):  # the others take seconds to load, for a dozen tokens
                 self._admit(model)
         except BaseException:
             self._restore()
