@@ -13,11 +13,12 @@ class AttachError(ValueError):
 
 
 class CheckpointError(ValueError):
-    """A draft checkpoint is truncated, foreign, or made for another target; `problems` lists what was found."""
+    """A checkpoint, of a target, a draft or an adapter, is truncated, foreign, or made for another target; `problems`
+    lists what was found."""
 
     def __init__(self, path: str, problems: Sequence[str]):
         self.problems = tuple(problems)
-        super().__init__(f"cannot load the draft checkpoint {path!r}: " + "; ".join(self.problems))
+        super().__init__(f"cannot load the checkpoint {path!r}: " + "; ".join(self.problems))
 
 
 class CapacityError(ValueError):
