@@ -55,7 +55,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of a backend; `unmet_needs` compares a model with them at attach.
+    """Capabilities of a backend; `unmet_needs` compares a model with them at attach. Every one does windows, sinks and
+    softcaps.
 
     fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
     packed_prefill: whether it attends in prefills whose lengths only the device knows (`AttentionMetadata.is_packed`).
