@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import ExitStack, aclosing, closing, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,10 @@ from specdec.core.engine.calls import Call
 from specdec.core.engine.core import DETACHED, Core
 from specdec.core.engine.driver import Driver
 from specdec.core.engine.finished import output_of
-from specdec.core.engine.generation import shipped_settings
 from specdec.core.engine.ranks import Ranks
 from specdec.core.engine.request import Request
 from specdec.core.engine.scoring import Score, score
 from specdec.core.errors import DetachedError
-from specdec.core.metrics import AcceptanceStats
 from specdec.core.outputs import GenerationOutput, Report, RequestOutput
 from specdec.reach.assembly.arguments import (
     advised,
@@ -41,13 +38,13 @@ from specdec.reach.assembly.arguments import (
     processor_of,
 )
 from specdec.reach.assembly.assemble import Source, assemble, resolve_draft
+from specdec.reach.assembly.report import report_of
 from specdec.reach.parallel.sharded import find_group
 from specdec.reach.targets.compiling.target import preload
 from specdec.reach.targets.exclusive import ATTACHING
 from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.lora import Lora
 from specdec.reach.targets.marks import owner_of
-from specdec.reach.targets.weight_bytes import verify_cost
 from specdec.tools.doors.generate import EngineGenerate, install
 
 
@@ -300,40 +297,7 @@ class Engine:
         """Return the engine's setup, how often each path ran, and the acceptance so far."""
         core = self._attached()
         with core.turns:
-            verify = verify_cost(core.target.model, self.config.verify_width)
-            return Report(
-                model=type(core.target.model).__name__,
-                draft=core.round.worker.facts
-                | ({"layers": core.models.how_draft_compiled} if core.models.how_draft_compiled else {}),
-                backend=core.context.backend.name,
-                backend_reason=self._backend_reason,
-                config=asdict(self.config),
-                generation=shipped_settings(core.target.model.generation_config),
-                kv_bytes=core.context.pool.num_bytes,
-                latents=sum(layer.v_in_k for layer in core.context.layers),
-                num_free_pages=core.slot_tables.num_free_pages,
-                num_pages=core.slot_tables.num_pages,
-                prefix_cache=core.slot_tables.prefix_facts,
-                preemption=dict(core.scheduler.preemption),
-                grammar={} if core.launcher.feed is None else core.launcher.feed.facts,
-                policy=core.launcher.tiers.facts,
-                capture=core.graphs.capture.name,
-                prefill_graph=core.prefill.name,
-                compile_seconds=core.models.compile_seconds,
-                compiled=core.models.how_compiled,
-                bits=self._bits,
-                experts={} if verify is None else verify.facts,
-                graphs=core.prefill.costs + core.graphs.costs,
-                runners={
-                    name: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)}
-                    for name, c in core.counters.runners.items()
-                },
-                paths={
-                    m.name: {"replays": c.replays, "eager": c.eager, "attention": core.served_by(m)}
-                    for m, c in core.counters.forwards.items()
-                },
-                acceptance=AcceptanceStats().merge([core.delivery.acceptance]),
-            )
+            return report_of(core, self._backend_reason, self._bits)
 
     @property
     def target_module(self) -> PreTrainedModel:

@@ -257,6 +257,7 @@ def test_what_adapters_cannot_be_is_refused_by_name(two, saved, tmp_path):
     refused("adapters='a': expected names of adapters that are loaded in the model, or a dict", "a")
     refused(r"no LoRA adapter 'c' loaded \(it has 'a', 'b'\); load it, or pass {'c': FOLDER}", ["c"])
     refused(r"no LoRA adapter 'a' loaded \(it has none\)", ["a"], model)
+    refused("cannot load the checkpoint '/no/such/folder': no such folder", {"x": "/no/such/folder"}, model)
     refused("use_dora=True, bias='all': expected low-rank products.*merge", changed(use_dora=True, bias="all"), model)
     refused("peft_type='LOHA': expected LORA", changed(peft_type="LOHA"), model)
     for config in ({"lora_alpha": None}, {"lora_alpha": "x"}, {"lora_alpha": math.inf}, {"alpha_pattern": 3}):

@@ -19,6 +19,7 @@ from specdec import shipped
 from specdec.tools.commands.main import main
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
+from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
 from tests.train_models import target_with_words
 
@@ -109,6 +110,12 @@ def test_what_cannot_be_scored_is_named(engine, prompts, after, message):
         engine.score(prompts, after)
     assert len(engine.score([[5] * 20], [[6] * 5])) == 1, "the longest that fits"
     engine.check_integrity()
+
+
+def test_a_continuation_that_no_tokenizer_reads_is_named():
+    engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_seq_len=32)
+    with pytest.raises(ValueError, match=r"continuation 1=.*surrogates not allowed"):
+        engine.score(["a", "b"], ["c", "\ud800"])
 
 
 def test_a_prefill_that_fails_gives_its_rows_back(engine, model, monkeypatch):

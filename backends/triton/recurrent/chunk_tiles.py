@@ -16,8 +16,7 @@ PARTS = tl.constexpr(3)  # bf16 that fp32 is taken apart into where its partner 
 
 
 def requests_block(num_reqs: int) -> int:
-    """Return BLOCK_R, the same for all batches but large ones: another is another kernel, which is compiled when it is
-    first met."""
+    """Return BLOCK_R, the same for all batches but large ones: a kernel is compiled for each when it is first met."""
     return max(triton.next_power_of_2(num_reqs), LEAST_REQUESTS)
 
 
@@ -143,7 +142,7 @@ def solved(a, CHUNK: tl.constexpr):
     x = tl.reshape(tl.where(is_diagonal, x[:, :, None, :], 0.0), [CHUNK, CHUNK])
     c = tl.arange(0, CHUNK)
     size: tl.constexpr = 16
-    LEVELS: tl.constexpr = (CHUNK >= 32) + (CHUNK >= 64) + (CHUNK >= 128) + (CHUNK >= 256)
+    LEVELS: tl.constexpr = (CHUNK >= 32) + (CHUNK >= 64) + (CHUNK >= 128) + (CHUNK >= 256)  # log2(BLOCKS)
     for level in range(0, LEVELS):
         of_row, of_column = c[:, None] // (size << level), c[None, :] // (size << level)
         lower = tl.where((of_row % 2 == 1) & (of_column == of_row - 1), a, 0.0)

@@ -164,13 +164,14 @@ def _continuation_ids(continuations: Any, tokenizer: Any) -> list[list[int]]:
     if isinstance(texts, Sequence) and any(isinstance(text, str) for text in texts):
         if tokenizer is None:
             raise ValueError("continuations are text, but the engine has no tokenizer; attach(..., tokenizer=...)")
-        named = enumerate(texts)
-        texts = [_ids_of(f"continuation {i}", t, tokenizer) if isinstance(t, str) else t for i, t in named]
+        texts = [_tokenised(i, text, tokenizer) for i, text in enumerate(texts)]
     return prompts_to_ids(texts, tokenizer, name="continuation")
 
 
-def _ids_of(name: str, text: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer(check_text(name, text), add_special_tokens=False)["input_ids"])
+def _tokenised(number: int, continuation: Any, tokenizer: Any) -> Any:
+    if not isinstance(continuation, str):
+        return continuation
+    return tokenizer(check_text(f"continuation {number}", continuation), add_special_tokens=False)["input_ids"]
 
 
 def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:

@@ -165,10 +165,9 @@ def _with_stop_strings(model: Any, options: dict[str, Any], tokenizer: Any) -> d
     """Turn stop strings, of the call or the model, into a criterion: transformers keeps their tokenizer for its own
     loops."""
     configs = (options.get("generation_config"), model.generation_config)
-    given = [getattr(config, "stop_strings", None) for config in configs]
-    given = [options["stop_strings"]] if "stop_strings" in options else given
-    strings = next((value for value in given if value), None)
-    if strings is None:
+    shipped = (getattr(config, "stop_strings", None) for config in configs)
+    strings = options["stop_strings"] if "stop_strings" in options else next(filter(None, shipped), None)
+    if not strings:
         return options
     tokenizer = options.get("tokenizer") or tokenizer
     if tokenizer is None:
