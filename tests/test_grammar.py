@@ -4,7 +4,6 @@ law, forced tokens as drafts, dead ends and mistakes."""
 import itertools
 import json
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +28,8 @@ trial = pytest.importorskip("specdec.reach.grammars.trial")
 compiling = pytest.importorskip("specdec.reach.grammars.compiler")
 make_compiler, open_library = compiling.make_compiler, compiling.open_library
 
-Vocabulary = pytest.importorskip("specdec.reach.grammars.vocabulary").Vocabulary
+vocabularies = pytest.importorskip("specdec.reach.grammars.vocabulary")
+Vocabulary, _Encoder = vocabularies.Vocabulary, vocabularies._Encoder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -476,27 +476,27 @@ def test_tokens_of_sentencepiece_spell_what_is_forced(kind):
     assert text[:4] == [b'{"', b"nam", b'":', b' "'] and b"".join(text) == '{"nam": "a é"'.encode()
 
 
-def test_the_librarys_own_tokenizer_says_what_that_of_python_says():
-    library = pytest.importorskip("specdec.reach.grammars.llguidance")
-    vocabulary, rng = Vocabulary.of(TOKENIZER, VOCAB + 5, frozenset([EOS])), random.Random(0)
-    own, others = library.LLGuidance(vocabulary), library.LLGuidance(replace(vocabulary, described=""))
-    assert library._native(vocabulary) is not None
-    changed = [*vocabulary.tokens[:9], b"other", *vocabulary.tokens[10:]]
-    assert library._native(replace(vocabulary, tokens=changed)) is None
-    assert library._native(replace(vocabulary, described=json.dumps({"version": "2.0"}))) is None
-    for grammar in GRAMMARS.values():
-        pair, masks = (
-            [c.compile(grammar).matcher() for c in (own, others)],
-            np.zeros((2, -(-VOCAB // 32) + 1), np.int32),
-        )
+def test_forced_tokens_are_the_librarys_and_each_text_is_encoded_once(monkeypatch):
+    """At every place of random texts; where the library knows of no forced bytes, it is not asked for tokens."""
+    encode, encoded, rng = _Encoder.__call__, [], random.Random(0)
+    monkeypatch.setattr(_Encoder, "__call__", lambda self, text: encoded.append(text) or encode(self, text))
+    compiler, mask = (
+        open_library("llguidance", Vocabulary.of(TOKENIZER, VOCAB, frozenset([EOS]))),
+        np.zeros(VOCAB // 32, np.int32),
+    )
+    num_forced = 0
+    for grammar in (*GRAMMARS.values(), *GRAMMARS.values()):
+        matcher = compiler.compile(grammar).matcher()
         for _ in range(20):
-            assert [m.fill(mask) for m, mask in zip(pair, masks, strict=True)] in ([True] * 2, [False] * 2)
-            assert (masks[0] == masks[1]).all() and pair[0].forced() == pair[1].forced()
-            allowed = [t for t in range(VOCAB) if masks[0, t // 32] >> t % 32 & 1 and t != EOS]
+            assert matcher.forced() == matcher.library.compute_ff_tokens()
+            num_forced += bool(matcher.forced())
+            if not matcher.fill(mask):
+                break
+            allowed = [t for t in range(VOCAB) if mask[t // 32] >> t % 32 & 1 and t != EOS]
             if not allowed:
                 break
-            token = rng.choice(allowed)
-            assert all(m.accept(token) for m in pair)
+            assert matcher.accept(rng.choice(allowed))
+    assert num_forced > 20 and len(encoded) == len({*encoded}) > 5
 
 
 def test_what_is_forced_at_the_beginning_is_read_once_for_all_texts(compiler):

@@ -171,7 +171,7 @@ def test_layers_are_of_our_ops(folder, kind, by_ops):
         is_fp8 = kind in ("fp8", "channels")
         assert [by_ops[name] for name in names] == ([16, 0, 4, 8, 1, 7] if is_fp8 else [0, 16, 4, 0, 0, 0])
         compiled = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
-        may_tie = kind == "like nf4"
+        may_tie = kind in ("like nf4", "channels")  # a GPU's `scaled_mm` is off by 1e-4 in fp32, our sums by 1e-7
         assert_equal_texts(model, compiled, [greedy(model, p, 5) for p in ragged_prompts()[:2]], may_tie)
         layer = model.model.layers[0].mlp.down_proj
         written = {"w4a16": ("weight", "weight_scale"), "gptq": ("scales",), "awq": ("scales",)}.get(kind, ())

@@ -24,9 +24,8 @@ class LLGuidance:
     """Compiles grammars for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary):
-        self._tokenizer = _native(vocabulary) or llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=sorted(vocabulary.eos_ids), slices=SLICES
-        )
+        tokens = llguidance.TokenizerWrapper(_Tokens(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(tokens, eos_token=sorted(vocabulary.eos_ids), slices=SLICES)
         self._limits = llguidance.LLParserLimits(**LIMITS)
 
     def compile(self, grammar: Grammar) -> "Compiled":
@@ -39,22 +38,6 @@ class LLGuidance:
         if matcher.is_error():
             raise ValueError(f"{grammar.kind}: {matcher.get_error().strip()[:500]}")
         return Compiled(matcher)
-
-
-def _native(vocabulary: Vocabulary) -> llguidance.LLTokenizer | None:
-    """Return the library's own tokenizer if it reads the same tokens. Masks of spans that a grammar forces depend on
-    how those are encoded, and take several times as long if that means a call of Python."""
-    if not vocabulary.described:
-        return None
-    eos = sorted(vocabulary.eos_ids)
-    try:
-        native = llguidance.LLTokenizer(vocabulary.described, len(vocabulary.tokens), eos, SLICES)
-    except ValueError:  # of a format that it does not know
-        return None
-    special = {*vocabulary.special_ids}
-    text = [i for i in range(len(vocabulary.tokens)) if i not in special]
-    is_same = native.decode_bytes(text) == b"".join(vocabulary.tokens[i] for i in text)
-    return native if is_same and all(map(native.is_special_token, special)) else None
 
 
 class _Tokens:
@@ -166,7 +149,8 @@ class LLGMatcher:
             place, shared = len(self._forced), self._beginning
             known = shared.get(place) if shared else None
             if known is None:
-                known = self.library.compute_ff_tokens()
+                # Whether there are bytes is known at once; their tokens take as long as a mask.
+                known = self.library.compute_ff_tokens() if self.library.compute_ff_bytes() else []
                 if shared is not None:
                     shared[place] = known
             self._forced[-1] = known

@@ -3,26 +3,25 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+MOST_ENCODED = 2**14  # texts that a grammar forces, and their tokens, that are kept
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     """tokens: the bytes of ids 0..V-1, of special ones their name; special_ids: ids that are never text.
 
-    encode: text, the continuation of another, to ids without special tokens. eos_ids: what ends a text. described: the
-    tokenizer as JSON if it is byte-level: libraries that read it encode without Python. Empty for others, since what
-    they put before a text depends on whether it continues another.
+    encode: text, the continuation of another, to ids without special tokens; what was encoded is kept, since grammars
+    force the same texts again and again. eos_ids: what ends a text.
     """
 
     tokens: list[bytes]
     special_ids: list[int]
     eos_ids: frozenset[int]
     encode: Callable[[str], list[int]]
-    described: str = ""
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> "Vocabulary":
@@ -36,18 +35,14 @@ class Vocabulary:
                 f"grammar: {type(tokenizer).__name__} does not say which bytes its tokens stand for: load a fast "
                 "tokenizer (use_fast=True)"
             )
-        described = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
-        if is_byte_level := "ByteLevel" in _kinds_of(described):
-            described["decoder"] = BYTE_LEVEL  # by which libraries tell it
-        read = _byte_level if is_byte_level else _spm
+        read = _byte_level if "ByteLevel" in _kinds_of(json.loads(backend.to_str())) else _spm
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if i < vocab_size}
         names = tokenizer.convert_ids_to_tokens(list(range(min(vocab_size, len(tokenizer)))))
         tokens = [str(added[i]).encode() if i in added else read(name or "") for i, name in enumerate(names)]
         unknown = range(len(tokens), vocab_size)
         special = [*(i for i, token in added.items() if token.special), *unknown]
         tokens += [f"<|unknown {i}|>".encode() for i in unknown]
-        encoder = _Encoder(tokenizer, tokens)
-        return cls(tokens, special, eos_ids, encoder, json.dumps(described) if is_byte_level else "")
+        return cls(tokens, special, eos_ids, lru_cache(MOST_ENCODED)(_Encoder(tokenizer, tokens)))
 
 
 class _Encoder:
