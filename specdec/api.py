@@ -316,7 +316,8 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Forget the K/V of all that was served, as after a change of weights that cannot be noticed: one through
-        `.data` or `numpy()`. Does nothing without a prefix cache; of several ranks, one that calls it is enough."""
+        `.data` or `numpy()`, such as PEFT's `merge_and_unload` and `hotswap_adapter`; adapters that requests choose are
+        read again. Of several ranks, one that calls it is enough."""
         self._attached().clear_prefixes()
 
     def check_integrity(self) -> None:

@@ -34,6 +34,7 @@ Vocabulary, _Encoder = vocabularies.Vocabulary, vocabularies._Encoder
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = tiny_tokenizer()
+WORDS = Vocabulary.of(TOKENIZER, VOCAB, frozenset([EOS]))
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
 NUM_SEEDS = 1000 if DEVICE.type == "cuda" else 180
 NUM_WORDS = -(-VOCAB // 32)
@@ -638,7 +639,7 @@ def test_mistakes_are_named(compiler, grammar, message):
 
 def test_hostile_grammars_end_a_process_of_their_own():
     """An intersection of patterns that never comes to an end, and rules that overflow the stack."""
-    trials = trial.Trials("llguidance", seconds=0.4)
+    trials = trial.Trials("llguidance", WORDS, seconds=0.4)
     patterns = {"allOf": [{"type": "string", "pattern": f".*a{{{i}}}.*b.*"} for i in range(20)]}
     rules = "\n".join(f'r{i}: "a{i}" r{(i + 1) % 6000}?' for i in range(6000))
     for hostile in (Grammar(json=patterns), Grammar(lark="start: r0\n" + rules)):
@@ -653,7 +654,7 @@ def test_hostile_grammars_end_a_process_of_their_own():
 def test_a_file_of_the_caller_is_not_taken_for_a_module_of_python(tmp_path, monkeypatch):
     (tmp_path / "types.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    trial.Trials("llguidance").check(GRAMMARS["regex"])
+    trial.Trials("llguidance", WORDS).check(GRAMMARS["regex"])
 
 
 def test_engines_say_what_they_need(model):

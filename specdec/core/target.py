@@ -141,6 +141,9 @@ class LiveModels(Protocol):
     def has_changed(self) -> bool:
         """Return True if `follow` would return True, or raise."""
 
+    def reread(self) -> None:
+        """Copy again what is kept of weights elsewhere, as after a change that `follow` does not notice."""
+
     def stepping(self) -> AbstractContextManager[None]:
         """Return a context for the forwards of a step."""
 

@@ -126,7 +126,9 @@ class Core:
 
     def clear_prefixes(self) -> None:
         """Serve no later request with what is kept now: what `Engine.clear_prefix_cache` does."""
-        self.forget_prefixes()
+        with self.turns:
+            self.models.reread()
+            self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
         """Keep no K/V of what was served, or is being served, for other requests."""

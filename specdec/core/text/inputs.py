@@ -1,6 +1,7 @@
 """Converts prompts of every accepted form to token ids."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -66,15 +67,24 @@ def one_prompt(prompt: Any, name: str, tokenizer: Any) -> list[int]:
 def ids_of_chat(messages: Any, tokenizer: Any, name: str = "") -> list[int]:
     """Return token ids of a chat, with the generation prompt. name: what a message of an error begins with."""
     plain = [_plain(f"{name}messages[{i}]", message) for i, message in enumerate(messages)]
-    return encode(tokenizer, render_chat(plain, tokenizer))
+    text = render_chat(plain, tokenizer)
+    asked = next((m["content"].strip() for m in reversed(plain) if m["role"] == "user" and m.get("content")), "")
+    if asked not in text:  # templates of image-text models may write parts only
+        with suppress(ValueError):
+            parts = [
+                {**m, "content": [{"type": "text", "text": m["content"]}]} if m.get("content") else m for m in plain
+            ]
+            in_parts = render_chat(parts, tokenizer)
+            text = in_parts if asked in in_parts else text
+    return encode(tokenizer, text)
 
 
-def render_chat(messages: Any, tokenizer: Any, **options: Any) -> str:
+def render_chat(messages: Any, tokenizer: Any, /, **options: Any) -> str:
     """Return the chat template's text of `messages`, up to where the answer begins. options: those of the template."""
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
     except Exception as error:  # a template raises what it likes
-        raise ValueError(f"messages: the chat template refuses them: {error}") from error
+        raise ValueError(f"messages: the chat template refuses them: {str(error) or type(error).__name__}") from error
 
 
 def text_of(name: str, content: Any) -> str:

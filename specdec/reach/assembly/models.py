@@ -45,6 +45,7 @@ class HFModels:
         self._weights = Weights(self._target, self._worker.module, bool(self._target.compiled) or is_baked)
         self._few_rows = FewRows(models)
         self.follow, self.has_changed = self._weights.follow, self._weights.has_changed
+        self.reread = self._weights.reread
         self.stepping = self._few_rows.active
 
     def close(self) -> None:

@@ -20,8 +20,9 @@ CHECKPOINT = (CONFIG, WEIGHTS, LEGACY_WEIGHTS, "*.gguf")
 INDICES = (WEIGHTS + INDEX, LEGACY_WEIGHTS + INDEX)
 
 
-def check_free(folder: str | Path, overwrite: bool) -> None:
-    """Raise ValueError if `folder` holds a checkpoint already, unless it is to be overwritten.
+def check_free(folder: str | Path, overwrite: bool, also: Sequence[str] = ()) -> None:
+    """Raise ValueError if `folder` holds a checkpoint already, or one of the files `also`, unless it is to be
+    overwritten.
 
     A checkpoint in shards with an index is never overwritten: readers would go on loading the old shards.
     """
@@ -30,9 +31,10 @@ def check_free(folder: str | Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is a file: expected a folder to write to")
     found = sorted(f.name for pattern in (*CHECKPOINT, *INDICES) for f in folder.glob(pattern))
+    found = found or [name for name in also if (folder / name).exists()]
     if found and not overwrite:
         raise ValueError(
-            f"{str(folder)!r} holds {', '.join(found)} already: expected a folder without a checkpoint; name "
+            f"{str(folder)!r} holds {', '.join(found)} already: expected a folder without them; name "
             "another, or pass overwrite=True (--overwrite)"
         )
     listed = [name for name in found if name.endswith(INDEX)]

@@ -34,7 +34,9 @@ def make_compiler(name: str, tokenizer: Any, vocab_size: int, eos_ids: frozenset
     if tokenizer is None:
         raise ValueError(f"grammar={name!r} needs a tokenizer; attach(..., tokenizer=...)")
     if not eos_ids:
-        raise ValueError(f"grammar={name!r}: the model has no eos_token_id, which ends a complete text")
+        raise ValueError(
+            f"grammar={name!r}: the model has no eos_token_id, which ends a complete text; leave grammar out"
+        )
     return CachedCompiler(library, lambda: Vocabulary.of(tokenizer, vocab_size, eos_ids), eos_ids)
 
 
@@ -53,7 +55,7 @@ class CachedCompiler:
         self.eos_ids = eos_ids
         self._vocabulary = vocabulary
         self._library: Library | None = None
-        self._trials = Trials(name)
+        self._trials: Trials | None = None
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
 
@@ -63,10 +65,11 @@ class CachedCompiler:
             if (kept := self._kept.get(grammar.text)) is not None:
                 self._kept.move_to_end(grammar.text)
                 return kept
-            if self._library is None:
-                self._library = open_library(self.name, self._vocabulary())
-            library = self._library
-        self._trials.check(grammar)
+            if self._library is None or self._trials is None:
+                vocabulary = self._vocabulary()
+                self._library, self._trials = open_library(self.name, vocabulary), Trials(self.name, vocabulary)
+            library, trials = self._library, self._trials
+        trials.check(grammar)
         compiled = library.compile(grammar)
         with self._lock:
             self._kept[grammar.text] = compiled

@@ -14,7 +14,12 @@ from specdec.reach.grammars.vocabulary import Vocabulary
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LENGTHS = ("{1,3}", "{1,6}", "{1,10}", "{1,16}", "{1,30}", "+")
 # Of a schema that asks for more, an error comes at once: about a tenth of a second of work.
-LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 200_000, "verbose_errors": False}
+LIMITS = {
+    "initial_lexer_fuel": 2_000_000,
+    "max_grammar_size": 200_000,
+    "max_items_in_row": 10_000,
+    "verbose_errors": False,
+}
 # Tokens that a mask takes in one go where all of them may come. With the library's own lengths, 10 and 30: masks
 # of strings with a maxLength take a third longer.
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(r'[^"\\\x00-\x1F\x7F]' + length for length in LENGTHS)]
@@ -173,7 +178,7 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(value)
     if grammar.kind == "choice":
-        value = "start: " + " | ".join(map(json.dumps, value))
+        value = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))  # one item of the parser, not as many
     if grammar.kind == "ebnf":
         value = any_to_lark(value)
     if grammar.kind == "structural_tag":

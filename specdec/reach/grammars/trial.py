@@ -30,8 +30,11 @@ MOST_IDLE = 8  # processes
 class Trials:
     """Processes that try grammars of one library; each serves a caller at a time. Threads may share it."""
 
-    def __init__(self, library: str, seconds: float = SECONDS):
+    def __init__(self, library: str, vocabulary: Vocabulary, seconds: float = SECONDS):
         self._library, self._seconds = library, seconds
+        special = {i: vocabulary.tokens[i].decode(errors="replace") for i in vocabulary.special_ids}
+        facts = {"size": len(vocabulary.tokens), "special": special, "eos": sorted(vocabulary.eos_ids)}
+        self._facts = json.dumps(facts).encode() + b"\n"
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
 
@@ -66,7 +69,10 @@ class Trials:
         command, env = [sys.executable, "-c", code, self._library], {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, env=env, **pipes)
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(self._facts)
+            process.stdin.flush()
         if not process.stdout.readline():  # it says when it is ready: starting takes longer than compiling
             raise RuntimeError(f"{sys.executable} starts no process that tries grammars of {self._library}")
         return process
@@ -107,6 +113,17 @@ def _answer(compile_: Callable[[Grammar], CompiledGrammar]) -> None:
             print(json.dumps(str(error)), flush=True)
 
 
+def _of_bytes(size: int, special: dict[str, str], eos: list[int]) -> Vocabulary:
+    """Return a vocabulary of `size` tokens with those that are `special`, by id, whose others are a byte each."""
+    names = {int(i): name.encode() for i, name in special.items()}
+    plain = [i for i in range(max(size, 256 + len(names))) if i not in names]
+    ids = dict(zip(range(256), plain, strict=False))  # by byte
+    unknown = {i: f"<|unknown {i}|>".encode() for i in plain[256:]}
+    tokens = {**unknown, **names, **{i: bytes([byte]) for byte, i in ids.items()}}
+    ordered = [tokens[i] for i in range(len(tokens))]
+    return Vocabulary(ordered, [*unknown, *names], frozenset(eos), lambda text: [ids[byte] for byte in text.encode()])
+
+
 def main() -> None:
     """Serve as the process that tries grammars of the library in `sys.argv[1]`."""
     from specdec.reach.grammars.compiler import open_library
@@ -117,8 +134,7 @@ def main() -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    tokens = [*(bytes([b]) for b in range(256)), b"<eos>"]
-    vocabulary = Vocabulary(tokens, [256], frozenset([256]), lambda text: list(text.encode()))
+    vocabulary = _of_bytes(**json.loads(sys.stdin.readline()))
     threading.stack_size(STACK)
     thread = threading.Thread(target=_answer, args=[open_library(sys.argv[1], vocabulary).compile])
     thread.start()

@@ -35,14 +35,18 @@ class Vocabulary:
                 f"grammar: {type(tokenizer).__name__} does not say which bytes its tokens stand for: load a fast "
                 "tokenizer (use_fast=True)"
             )
-        read = _byte_level if "ByteLevel" in _kinds_of(json.loads(backend.to_str())) else _spm
+        own = type(backend).from_str(backend.to_str())
+        own.no_padding()
+        own.no_truncation()
+        own.encode_special_tokens = True  # the name of a special token, within a text, is text
+        read = _byte_level if "ByteLevel" in _kinds_of(json.loads(own.to_str())) else _spm
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if i < vocab_size}
         names = tokenizer.convert_ids_to_tokens(list(range(min(vocab_size, len(tokenizer)))))
         tokens = [str(added[i]).encode() if i in added else read(name or "") for i, name in enumerate(names)]
         unknown = range(len(tokens), vocab_size)
         special = [*(i for i, token in added.items() if token.special), *unknown]
         tokens += [f"<|unknown {i}|>".encode() for i in unknown]
-        return cls(tokens, special, eos_ids, lru_cache(MOST_ENCODED)(_Encoder(tokenizer, tokens)))
+        return cls(tokens, special, eos_ids, lru_cache(MOST_ENCODED)(_Encoder(own, tokens)))
 
 
 class _Encoder:
@@ -56,7 +60,7 @@ class _Encoder:
     def __call__(self, text: str) -> list[int]:
         data = text.encode()
         for before in ("", "\n"):
-            ids = self._tokenizer.encode(before + text, add_special_tokens=False)
+            ids = self._tokenizer.encode(before + text, add_special_tokens=False).ids
             for skip in range(min(4, len(ids)) if before else 1):  # the line break, a space before it
                 if b"".join(self._tokens[i] for i in ids[skip:]) == data:
                     return ids[skip:]

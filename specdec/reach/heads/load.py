@@ -15,7 +15,7 @@ from specdec.reach.checkpoints.fitting import warn_of_weights
 from specdec.reach.checkpoints.folders import local_path, read_json
 from specdec.reach.checkpoints.replacing import check_free, write_checkpoint
 from specdec.reach.checkpoints.tensors import Checkpoint, TensorFiles
-from specdec.reach.heads.custom_generate import write_custom_generate
+from specdec.reach.heads.custom_generate import FILE, write_custom_generate
 from specdec.reach.heads.files import HeadFiles
 from specdec.reach.heads.format import Saving, renamed
 from specdec.reach.heads.formats import ASSISTANT, STANDALONE, WHOLE, formats, layouts, layouts_of, pick_layout
@@ -173,7 +173,7 @@ def save_head(
         raise ValueError(f"layout={name!r}: expected one of {tuple(sorted(written))} for a head of {head.algo!r}")
     if lm_head_from_target and not kind.shares_lm_head_rows:
         raise ValueError(f"lm_head_from_target=True: a head of {head.algo!r} has no lm_head of its own to leave out")
-    check_free(folder, overwrite)
+    check_free(folder, overwrite, (str(FILE),))
     config, tensors = kind.write(head, Saving(name, lm_head_from_target, verifier, num_layers))
     buffers = dict(head.named_buffers())  # those that transformers keeps in fp32 stay so
     tensors = {n: t.detach().cpu() if n in buffers else t.detach().to("cpu", dtype) for n, t in tensors.items()}

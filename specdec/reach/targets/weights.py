@@ -62,6 +62,11 @@ class Weights:
             self._target.route.walk()
         return bool(changes)
 
+    def reread(self) -> None:
+        """Copy again what is kept of weights elsewhere, as after a change that `follow` does not notice."""
+        if self._target.lora is not None:
+            self._target.lora.refresh()
+
     def has_changed(self) -> bool:
         """Return whether `follow` would return True, or raise."""
         return bool(self._watch.changes())

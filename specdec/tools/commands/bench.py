@@ -57,7 +57,7 @@ class Acceptance(OnTarget, Recorded):
         "The most frequent of this text, or of the strings in these JSON lines, not the first."
     )
     predicted: bool = flag("Greedy chains: also show what the trainer simulates on the same text.")
-    limit: int | None = option("Prompts of each file.")
+    limit: int | None = option("Prompts of each file.", min=1)
     max_new_tokens: int = option("Tokens to emit at most.", 256)
     max_batch: int = option("Requests decoded together.", 8)
     speed: list[str] | None = option(

@@ -12,7 +12,7 @@ from specdec.reach.checkpoints.fitting import target_ids
 from specdec.reach.checkpoints.replacing import check_free, write_checkpoint
 from specdec.reach.checkpoints.tensors import TensorFiles
 from specdec.reach.heads.configs import AUX_IDS, AUX_LAYERS
-from specdec.reach.heads.custom_generate import write_custom_generate
+from specdec.reach.heads.custom_generate import FILE, write_custom_generate
 from specdec.reach.heads.eagle3_configs import proposal_json
 from specdec.reach.heads.eagle3_format import EAGLE3
 from specdec.reach.heads.files import LM_HEAD, HeadFiles
@@ -54,7 +54,7 @@ def convert(
         raise ValueError(f"{str(src)!r} is in the layout {to!r} already")
     if Path(dst).exists() and Path(dst).resolve() == head.folder.resolve():
         raise ValueError(f"dst={str(dst)!r} is the source: expected another folder")
-    check_free(dst, overwrite)
+    check_free(dst, overwrite, (str(FILE),))
     stored = EAGLE3.read(head, None)
     if head.problems or stored is None:
         raise CheckpointError(str(head.folder), head.problems)
@@ -92,8 +92,14 @@ def _targets_rows(target: TargetShape | None, tensors: Mapping[str, torch.Tensor
             "its target as --target, and its rows are written out"
         )
     rows, d2t = target.lm_head_rows(), tensors.get("d2t")
-    hot = slice(None) if d2t is None else target_ids(d2t).to(rows.device)
-    return rows[hot].to("cpu", tensors["fc.weight"].dtype)
+    ids = torch.arange(len(rows)) if d2t is None else target_ids(d2t)
+    width, most = tensors["fc.weight"].shape[0], int(ids.max()) + 1
+    if rows.shape[1] != width or len(rows) < most:
+        raise ValueError(
+            f"--target: its output head is {list(rows.shape)}, but the head's states have width {width} and it scores "
+            f"token ids up to {most - 1}; give the target that it was trained for"
+        )
+    return rows[ids.to(rows.device)].to("cpu", tensors["fc.weight"].dtype)
 
 
 def _keep_aux(raw: Mapping[str, Any], written: dict[str, Any], holder: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ class Doctor(OnTarget, Reported):
     draft: str = argument("Draft folder or Hub id, 'shipped' or the name of a shipped draft.")
     algo: str | None = option("Algorithm to take from a folder that serves several.")
     prompts: Path | None = option("JSON lines to measure on; default: six of our own.")
-    limit: int = option("Prompts to read from the file.", 8)
+    limit: int = option("Prompts to read from the file.", 8, min=1)
     steps: int = option("Draft depth S of the chains.", 3)
     max_new_tokens: int = option("Tokens a prompt.", 48)
     bandwidth_gb_s: float | None = option("Bandwidth of device memory; default: measured.")

@@ -84,7 +84,9 @@ def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit status 2."""
     try:
         app()
-    except (ValueError, FloatingPointError) as error:
+    except BrokenPipeError:
+        raise
+    except (ValueError, FloatingPointError, OSError) as error:
         print(f"specdec: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -15,10 +15,10 @@ from specdec.tools.options import argument, command_of, option
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def chosen_library(given: str | None, tokenizer: Any) -> str | None:
-    """Return `EngineConfig.grammar` for what --grammar says."""
+def chosen_library(given: str | None, tokenizer: Any, has_end: bool) -> str | None:
+    """Return `EngineConfig.grammar` for what --grammar says. has_end: whether the model has EOS ids."""
     if given is None:
-        return "auto" if tokenizer is not None and installed_library("auto") else None
+        return "auto" if tokenizer is not None and has_end and installed_library("auto") else None
     return None if given == "off" else given
 
 
@@ -39,10 +39,10 @@ class Serve(WithDraft):
     """
 
     target: str = argument(TARGET)
-    max_batch: int | None = option("Requests decoded together; more wait. Default: 32, on a CPU 8.")
+    max_batch: int | None = option("Requests decoded together; more wait. Default: 32, on a CPU 8.", min=1)
     max_seq_len: int | None = option("Longest prompt plus text; default: up to 2048.")
     num_slots: int | None = option("Tokens of the KV pool; default: all rows at their most.")
-    max_waiting: int = option("Requests that may wait; more are answered with 429.", 256)
+    max_waiting: int = option("Requests that may wait; more are answered with 429.", 256, min=0)
     host: str = option("Address to listen on; 0.0.0.0 for all.", "127.0.0.1")
     port: int = option("Port to listen on.", 8000)
     api_key: str | None = option("Key that requests to /v1 must have; default: none.", envvar="SPECDEC_API_KEY")
@@ -79,7 +79,7 @@ class Serve(WithDraft):
             # on a CPU a larger batch is slower for each, and its pool fills the memory
             max_batch = (8 if model.device.type == "cpu" else 32) if self.max_batch is None else self.max_batch
             drafting = self.drafting(model, max_batch)
-            settings = self._settings(max_batch, tokenizer)
+            settings = self._settings(max_batch, tokenizer, model.generation_config.eos_token_id is not None)
             with drafting.attach(model, read_processor(self.target, model) or tokenizer, **settings) as engine:
                 for number in SIGNALS:
                     signal.signal(number, lambda number, _: server.send_signal(number))
@@ -101,12 +101,12 @@ class Serve(WithDraft):
             typer.echo(f"the API server ended with status {status}", err=True)
             raise typer.Exit(1)
 
-    def _settings(self, max_batch: int, tokenizer: Any) -> dict[str, Any]:
+    def _settings(self, max_batch: int, tokenizer: Any, has_end: bool) -> dict[str, Any]:
         """Return settings of the engine."""
         given = {"compile": self.compile, "max_seq_len": self.max_seq_len}
         settings: dict[str, Any] = {"num_slots": self.num_slots, "logprobs": self.max_logprobs}
         settings |= {"max_batch": max_batch, "prefix_cache": "auto" if self.prefix_cache else False}
-        settings |= {"grammar": chosen_library(self.grammar, tokenizer)}
+        settings |= {"grammar": chosen_library(self.grammar, tokenizer, has_end)}
         settings |= {"adapters": adapters_of(self.lora)} if self.lora else {}
         return settings | {name: value for name, value in given.items() if value is not None}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from specdec.api import Engine
 from specdec.core.outputs import RequestOutput
+from specdec.reach.targets.pretrained import read_processor
 from specdec.tools.commands.choices import GREEDY, WithDraft, engine_line
 from specdec.tools.options import argument, command_of, option
 
@@ -23,7 +24,8 @@ class Chat(WithDraft):
     def run(self) -> None:
         model, tokenizer = self.load()
         drafting = self.drafting(model)
-        engine = drafting.attach(model, tokenizer, max_batch=1, prefix_cache="auto")
+        reader = read_processor(self.target, model) or tokenizer
+        engine = drafting.attach(model, reader, max_batch=1, prefix_cache="auto")
         for line in (engine_line(engine), drafting.note, LEAVE):
             if line:
                 print(line, file=sys.stderr)
@@ -59,7 +61,8 @@ class Generate(WithDraft):
             raise ValueError("the prompt is '-', but stdin is empty: expected a prompt there")
         model, tokenizer = self.load()
         # not compiled: one text would not earn it back
-        engine = self.drafting(model).attach(model, tokenizer, max_batch=1, compile=False)
+        reader = read_processor(self.target, model) or tokenizer
+        engine = self.drafting(model).attach(model, reader, max_batch=1, compile=False)
         question: Any = prompt if self.raw else [{"role": "user", "content": prompt}]
         pieces = engine.stream(question, max_new_tokens=self.max_new_tokens, stop=self.stop, **given)
         print(statistics(print_stream(pieces)), file=sys.stderr)

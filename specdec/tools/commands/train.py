@@ -16,7 +16,7 @@ from specdec.tools.commands.choices import OnTarget
 from specdec.tools.options import REQUIRED, argument, command_of, option
 from specdec.tools.train.adapt import adapt
 from specdec.tools.train.config import HeadShape, TrainConfig, recipe
-from specdec.tools.train.fit import check_checkpoint, checkpoint_of, train
+from specdec.tools.train.fit import ALSO_WRITTEN, beside, check_checkpoint, checkpoint_of, train
 from specdec.tools.train.generation import Generation, prepare
 
 ALGOS = "eagle (EAGLE-1/2), eagle3, nextn (MTP), block (DFlash, DSpark), or standalone (a small LM)."
@@ -77,9 +77,9 @@ class Run(Training):
 
     def run(self) -> None:
         out, config = self.out, recipe(self.algo, **self.picked(TrainConfig))
-        check_free(out, self.overwrite)
+        check_free(out, self.overwrite, ALSO_WRITTEN)
         check_checkpoint(checkpoint_of(out), False, self.overwrite)
-        corpus = out.with_name(out.name + ".corpus.safetensors")
+        corpus = beside(out, ".corpus.safetensors")
         generation = Generation(**{**self.picked(Generation), "seed": config.seed})
         made = prepare(corpus, generation, **self.where())
         print_json({"data": made, **train([corpus], out, config, algo=self.algo, **self.where())})

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+IN_XML = ("<function=", "<arg_key>")  # Qwen3-Coder, Qwen3.5, GLM-4.5: arguments are elements
+_MORE = r'(?:\s*,\s*"\w+"\s*:\s*"[^"]*")*'  # members behind the arguments, such as an id
 _NAME = r'"name"\s*:\s*"(?P<name>[^"]+)"\s*,\s*'
 
 
@@ -12,10 +14,10 @@ class ToolFormat:
     """How calls are written: `first`, a call, `between`, .., `last`; a call is `opening`, its arguments, `closing`.
 
     mark: what a chat template that asks for it contains. header, tail: regular expressions of what comes before and
-    after arguments; a header names the tool. is_first: only at the beginning of an answer. between: None if there is
-    one call at most. trigger: what calls begin with and other text does not contain (or, if is_first, begin with);
-    empty: text before calls cannot be told from them by a grammar. has_json: arguments are JSON; else they are
-    FunctionGemma's, which no grammar here describes.
+    after arguments; a header names the tool. next_header: another one, right behind a call. is_first: only at the
+    beginning of an answer. between: None if there is one call at most. trigger: what calls begin with and other text
+    does not contain (or, if is_first, begin with); empty: text before calls cannot be told from them by a grammar.
+    has_json: arguments are JSON; else they are FunctionGemma's, which no grammar here describes.
     """
 
     mark: str
@@ -29,6 +31,7 @@ class ToolFormat:
     is_first: bool = False
     trigger: str = ""
     has_json: bool = True
+    next_header: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
         "harmony": ToolFormat(  # GPT-OSS
             mark="<|channel|>",
-            header=r"(?:<\|start\|>assistant)?<\|channel\|>commentary to=functions\.(?P<name>[\w.-]+)\s*"
-            r"(?:<\|constrain\|>)?(?:json)?<\|message\|>",
+            header=r"(?:<\|start\|>assistant)?"
+            r"(?:<\|channel\|>(?:commentary|analysis)\s+to=functions\.(?P<name>[\w.-]+)"
+            r"|\s*to=functions\.(?P<name>[\w.-]+)\s*<\|channel\|>(?:commentary|analysis))"
+            r"\s*(?:<\|constrain\|>)?\w*<\|message\|>",
             tail=r"\s*(?:<\|call\|>)?",
             opening="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
             closing="",
@@ -67,9 +72,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         ),
         "mistral": ToolFormat(
             mark="[TOOL_CALLS]",
-            header=rf"\s*(?:\[TOOL_CALLS\]\s*\[?\s*|,\s*)\{{\s*{_NAME}" + r'"arguments"\s*:\s*'
+            header=rf"\s*\[TOOL_CALLS\]\s*\[?\s*\{{\s*{_NAME}" + r'"arguments"\s*:\s*'
             r"|\[TOOL_CALLS\](?P<name>[\w-]+)\[ARGS\]",
-            tail=r"\s*\}?\s*\]?",
+            tail=_MORE + r"\s*\}?\s*\]?",
+            next_header=rf"\s*,\s*\{{\s*{_NAME}" + r'"arguments"\s*:\s*',
             trigger="[TOOL_CALLS]",
             first="[TOOL_CALLS] [",
             opening='{{"name": {quoted}, "arguments": ',
@@ -99,7 +105,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "hermes": ToolFormat(  # Qwen, Hermes, SmolLM3
             mark="<tool_call>",
             header=rf"\s*<tool_call>\s*\{{\s*{_NAME}" + r'"arguments"\s*:\s*',
-            tail=r"\s*\}\s*(?:</tool_call>)?\s*",
+            tail=_MORE + r"\s*\}\s*(?:</tool_call>)?\s*",
             opening='<tool_call>\n{{"name": {quoted}, "arguments": ',
             closing="}\n</tool_call>",
             between="\n",
@@ -124,7 +130,9 @@ THINKING: Mapping[str, Thinking] = MappingProxyType(
 
 
 def tool_format_of(template: str) -> str | None:
-    """Return the name of the format that a chat template asks for; None if it takes no tools."""
+    """Return the name of the format that a chat template asks for; None if it takes no tools, or calls in XML."""
+    if any(mark in template for mark in IN_XML):
+        return None
     found = (name for name, form in TOOL_FORMATS.items() if form.mark in template)
     return next(found, None) if "tools" in template else None
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.core.engine.prompts import as_parts, inputs_of_chat
 from specdec.core.errors import CapacityError
-from specdec.core.text.inputs import encode, prompts_to_ids, render_chat
+from specdec.core.text.inputs import prompts_to_ids, render_chat
 from specdec.tools.serve.forms import as_json, problem
 from specdec.tools.serve.images import decode_images
 from specdec.tools.serve.intake import Gone
@@ -96,10 +96,12 @@ def prompts_of(body: Body, tokenizer: Any, processor: Any, max_seq_len: int) -> 
         if processor is not None:
             messages = [as_parts(f"messages[{i}]", message) for i, message in enumerate(messages)]
         text = render_chat(messages, processor or tokenizer, **options)
-        check_length(text, lambda part: encode(tokenizer, part), max_seq_len)
+        bos = tokenizer.bos_token  # which processors add where a template does not
+        adds = processor is not None and not (bos and text.startswith(bos))
+        check_length(text, lambda part: tokenizer(part, add_special_tokens=adds)["input_ids"], max_seq_len)
         if body.has_images:
             return [inputs_of_chat(decode_images(body.get("messages")), processor, **options)]
-        return [encode(tokenizer, text)]
+        return [list(tokenizer(text, add_special_tokens=adds)["input_ids"])]
     prompts = body.get("prompt")
     for text in [prompts] if isinstance(prompts, str) else prompts:
         if isinstance(text, str):

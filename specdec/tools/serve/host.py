@@ -16,7 +16,7 @@ from specdec.api import Engine
 from specdec.core.engine.calls import Call
 from specdec.core.engine.request import Request
 from specdec.core.outputs import Report, TokenLogprob
-from specdec.tools.serve.channel import Channel
+from specdec.tools.serve.channel import COMPILING, Channel
 from specdec.tools.serve.process import shared_fairly
 
 
@@ -97,6 +97,7 @@ class EngineHost:
         self._calls: dict[int, HostedCall] = {}
         self._num_tokens = 0
         self._is_awaited = asyncio.Event()
+        self._compiling = asyncio.Semaphore(COMPILING)
 
     def run(self) -> None:
         """Serve until the API server is gone, which frees all that it has asked for."""
@@ -168,7 +169,8 @@ class EngineHost:
 
     async def compile_grammar(self, _: int, grammar: Any) -> None:
         """Compile what requests will ask for; ValueError if that cannot be."""
-        await asyncio.to_thread(self.engine.compile_grammar, grammar)
+        async with self._compiling:
+            await asyncio.to_thread(self.engine.compile_grammar, grammar)
 
     async def load(self, _: int) -> Load:
         """See `Load`; it may wait for a step to end."""

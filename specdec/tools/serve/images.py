@@ -1,7 +1,6 @@
 """Images in messages: data URLs, decoded within limits. Nothing is fetched from anywhere."""
 
 import base64
-import binascii
 import io
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +42,7 @@ def decode_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _decoded(name: str, url: str, most_pixels: int) -> Any:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     head, _, data = url.partition(",")
     if not head.endswith(";base64"):
@@ -52,9 +51,11 @@ def _decoded(name: str, url: str, most_pixels: int) -> Any:
         image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
         sides = sorted(image.size)
         if image.width * image.height <= most_pixels and sides[1] <= MOST_RATIO * sides[0]:
-            return image.convert("RGB")
-    except (binascii.Error, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"{name}={shown(url)}: no image of a known kind ({', '.join(FORMATS)}): {error}") from None
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # a decoder raises what it likes
+        raise ValueError(
+            f"{name}={shown(url)}: no image of a known kind ({', '.join(FORMATS)}): {str(error) or type(error).__name__}"
+        ) from None
     raise ValueError(
         f"{name}: {image.width} x {image.height}: a request has at most {MOST_PIXELS} pixels, and no side is more than "
         f"{MOST_RATIO} times the other"

@@ -5,6 +5,7 @@ Checks end at the first error, and lengths are checked before anything is built 
 
 import gc
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -113,6 +114,11 @@ class Body:
         return self.fields.get(name, default)
 
     @property
+    def wants_grammar(self) -> bool:
+        """True if its text is of a grammar, which may take seconds to compile."""
+        return any(self.get(name) for name in ("response_format", "structured_outputs", "tools"))
+
+    @property
     def n(self) -> int:
         """Choices for each prompt."""
         return self.fields.get("n", 1)
@@ -211,6 +217,9 @@ def _logit_bias(name: str, value: Any) -> dict[int, Any]:
     wrong = next((token for token in value if not (token.isascii() and token.isdigit() and len(token) < 19)), None)
     if wrong is not None:
         raise ValueError(f"{name}: key {shown(wrong)}: expected a token id")
+    for token, bias in value.items():
+        if isinstance(bias, float) and not math.isfinite(bias):
+            raise ValueError(f"{name}.{token}={bias}: expected a finite number")
     return {int(token): bias for token, bias in value.items()}
 
 

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, TextIO
 
@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from specdec.api import Engine
 from specdec.core.errors import CapacityError
+from specdec.tools.serve.channel import COMPILING
 from specdec.tools.serve.client import EngineClient, Facts, Text
 from specdec.tools.serve.dialect import Dialect
 from specdec.tools.serve.forms import STATUS, AnswerForm, as_json, event, problem
@@ -121,6 +122,7 @@ class Endpoints:
         self.most_bytes, self.most_values = MOST_BYTES + 16 * length, MOST_VALUES + length
         self.most_bytes += MOST_IMAGE_BYTES * engine.facts.reads_images
         self.dialect = Dialect(engine)
+        self._compiling = asyncio.Semaphore(COMPILING)
         self.token_text = lru_cache(2**16)(lambda token: engine.tokenizer.decode([token]))
 
     async def models(self, _: Request) -> Response:
@@ -152,7 +154,9 @@ class Endpoints:
         name = self._named(body.get("model"))
         self._check_logprobs(body)
         with self.intake.room_for(body.num_choices):
-            call = await self.engine.start(*await asyncio.to_thread(self._asked, body, name), body.stream)
+            async with self._compiling if body.wants_grammar else nullcontext():
+                asked = await asyncio.to_thread(self._asked, body, name)
+            call = await self.engine.start(*asked, body.stream)
             pieces = self.intake.follow(call, partial(_until_gone, request))
             await anext(pieces)  # what is refused has no part in a stream
         texts = call.texts

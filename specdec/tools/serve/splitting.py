@@ -24,6 +24,7 @@ class _Mode(Enum):
     THOUGHT = auto()
     ARGUMENTS = auto()
     TAIL = auto()
+    NEXT = auto()
 
 
 class Splitter:
@@ -44,6 +45,7 @@ class Splitter:
         }
         self._end = regex.compile(thinking.end) if thinking else None
         self._tail = regex.compile(tools.tail) if tools else None
+        self._next = regex.compile(tools.next_header) if tools and tools.next_header else None
         self._mode = _Mode.THOUGHT if is_thinking else _Mode.TEXT
         self._rest = ""
         self._has_content = self._strips = False  # after a mark, space is dropped
@@ -60,6 +62,7 @@ class Splitter:
 
     def _split(self, is_last: bool) -> Iterator[Part]:
         steps = {_Mode.TEXT: self._text, _Mode.THOUGHT: self._thought, _Mode.ARGUMENTS: self._arguments}
+        steps[_Mode.NEXT] = self._next_call
         while self._rest:
             before = (self._mode, len(self._rest))
             yield from steps.get(self._mode, self._skip_tail)(is_last)
@@ -78,9 +81,21 @@ class Splitter:
         self._rest = self._rest[match.end() - start :]
         self._mode, self._strips = mode, True
         if mode is _Mode.ARGUMENTS:
-            self._scan = JSONScan()
-            self.num_calls += 1
-            yield Part("call", match["name"], self.num_calls - 1)
+            yield self._call(match["name"])
+
+    def _call(self, name: str) -> Part:
+        self._scan, self._mode = JSONScan(), _Mode.ARGUMENTS
+        self.num_calls += 1
+        return Part("call", name, self.num_calls - 1)
+
+    def _next_call(self, is_last: bool) -> Iterator[Part]:
+        assert self._next is not None
+        match = self._next.match(self._rest, partial=not is_last)
+        if match is None:
+            self._mode = _Mode.TEXT
+        elif not match.partial:
+            self._rest = self._rest[match.end() :]
+            yield self._call(match["name"])
 
     def _search(self, mode: _Mode, mark: "regex.Pattern[str]", is_last: bool) -> "regex.Match[str] | None":
         if mode is _Mode.ARGUMENTS and self._tools and self._tools.is_first:
@@ -125,12 +140,12 @@ class Splitter:
         if is_last or not self._tail.fullmatch(self._rest, partial=True):
             match = self._tail.match(self._rest)
             self._rest = self._rest[match.end() :] if match else self._rest
-            self._mode = _Mode.TEXT
+            self._mode = _Mode.NEXT if self._next else _Mode.TEXT
         yield from ()
 
 
 class JSONScan:
-    """Finds the end of one JSON value, an object or a list, that comes in pieces."""
+    """Finds the end of one JSON value, within an object or a list, that comes in pieces."""
 
     def __init__(self) -> None:
         self.is_over = self.is_begun = False
@@ -145,10 +160,16 @@ class JSONScan:
                 self._is_escaped = False
             elif self._is_string:
                 self._is_escaped, self._is_string = character == "\\", character != '"'
+                if not self._is_string and not self._depth:
+                    self.is_over = True
+                    return i + 1
             elif character == '"':
                 self._is_string = True
             elif character in "{[":
                 self._depth += 1
+            elif character in ",}]" and not self._depth:  # what the value is within
+                self.is_over = True
+                return i
             elif character in "}]":
                 self._depth -= 1
                 if self._depth <= 0:

@@ -62,8 +62,10 @@ def _tool(at: str, tool: Any) -> dict[str, Any]:
         raise ValueError(f"{at}={shown(tool)}: expected an object of type 'function' with a function")
     function = tool["function"]
     name = check_text(f"{at}.function.name", function.get("name"))
-    if not re.fullmatch(r"[\w.-]{1,64}", name):
-        raise ValueError(f"{at}.function.name={shown(name)}: expected 1 to 64 letters, digits, '_', '.' or '-'")
+    if not re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII):
+        raise ValueError(
+            f"{at}.function.name={shown(name)}: expected 1 to 64 letters, digits, '_', '.' or '-', in ASCII"
+        )
     parameters = function.get("parameters", {"type": "object", "properties": {}})
     if not isinstance(parameters, Mapping):
         raise ValueError(f"{at}.function.parameters={shown(parameters)}: expected a JSON schema")

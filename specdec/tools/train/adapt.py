@@ -9,8 +9,8 @@ from specdec.reach.checkpoints.replacing import check_free
 from specdec.reach.heads.load import detect_algo
 from specdec.tools.train.config import HeadShape, recipe
 from specdec.tools.train.data import Corpus
-from specdec.tools.train.fit import check_checkpoint, checkpoint_of, train
-from specdec.tools.train.generation import Generation, prepare
+from specdec.tools.train.fit import ALSO_WRITTEN, beside, check_checkpoint, checkpoint_of, train
+from specdec.tools.train.generation import Generation, check_corpus, prepare
 
 GENERATING = 0.4  # share of the minutes that goes into text, where there is none yet
 GENTLE = 0.25  # share of the recipe's learning rate: the draft is trained already
@@ -42,9 +42,10 @@ def adapt(
         given = "neither" if log is None else "both"
         raise ValueError(f"{given} of prompts (--prompts) and log (--from-log) given: expected one of them")
     algo = detect_algo(head)
-    check_free(out, overwrite)
+    check_free(out, overwrite, ALSO_WRITTEN)
     check_checkpoint(checkpoint_of(out), False, overwrite)
-    corpus, training = out.with_name(out.name + ".corpus.safetensors"), minutes
+    corpus, training = beside(out, ".corpus.safetensors"), minutes
+    check_corpus(corpus, overwrite)
     made: dict[str, Any] = {}
     if log is not None:
         read_log(log).save(corpus)

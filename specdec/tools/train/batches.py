@@ -49,6 +49,13 @@ class Batches:
                 "or lower max_len"
             )
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are trained in an epoch."""
+        places = np.arange(len(self._tokens)) - self._starts.repeat(np.diff([*self._starts, len(self._tokens)]))
+        is_read = places < self._lengths.repeat(np.diff([*self._starts, len(self._tokens)]))
+        return int(np.count_nonzero(self._answer & is_read & (places > self.num_steps)))
+
     def plan(self, seed: int | None) -> list[np.ndarray]:
         """Return the sequence indices of each batch of an epoch, shuffled by `seed`; None: longest first."""
         random = np.random.default_rng(seed)

@@ -132,9 +132,9 @@ class HeadShape:
     draft_vocab_size: int | None = option("eagle3, block: tokens that the head scores; default: 8192.", allowed=SIZE)
     aux_layers: tuple[int, ...] | None = None
     copy_layer: bool = option("nextn: start from a copy of the target's last layer, not at random.", False)
-    hidden_size: int = option("standalone: the small Llama's shape.", 192)
-    num_heads: int = option("standalone: the small Llama's shape.", 3)
-    num_kv_heads: int = option("standalone: the small Llama's shape.", 1)
+    hidden_size: int = option("standalone: the small Llama's shape.", 192, allowed=NUMBER)
+    num_heads: int = option("standalone: the small Llama's shape.", 3, allowed=NUMBER)
+    num_kv_heads: int = option("standalone: the small Llama's shape.", 1, allowed=NUMBER)
     file_format: str = option("standalone: gguf, or safetensors.", "gguf")
     embed_type: str = option("standalone: the embedding in GGUF, Q4_0, Q5_0 or Q8_0.", "Q4_0")
 

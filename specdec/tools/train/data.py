@@ -42,6 +42,9 @@ class Corpus:
                 f"tokens {tuple(self.tokens.shape)} and answer {tuple(self.answer.shape)}: expected two flat tensors "
                 "of one length"
             )
+        if self.offsets.dim() != 1 or not len(self.offsets) or self.offsets.dtype != torch.int64:
+            given = f"{self.offsets.dtype} {tuple(self.offsets.shape)}"
+            raise ValueError(f"offsets {given}: expected int64, one for each sequence and one more")
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         if first != 0 or last != self.tokens.numel() or bool((self.offsets.diff() <= 0).any()):
             raise ValueError(

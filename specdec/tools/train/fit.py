@@ -12,6 +12,7 @@ from specdec.core.draft.head import DraftHead
 from specdec.core.ranges import whole
 from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.checkpoints.replacing import check_free, write_text
+from specdec.reach.heads.custom_generate import FILE
 from specdec.reach.heads.format import HeadFormat
 from specdec.reach.heads.formats import formats
 from specdec.reach.heads.fresh import with_vocab
@@ -34,6 +35,7 @@ from specdec.tools.train.standalone import (
 from specdec.tools.train.target import load, special_ids
 from specdec.tools.train.trainer import Trainer
 
+ALSO_WRITTEN = ("README.md", str(FILE))  # into the folder of a draft
 HELD_OUT_SHARE = 20  # a small corpus holds out one sequence in this many
 
 
@@ -59,7 +61,7 @@ def train(
     `tau_before`, and export the draft as it was if training has not raised tau.
     """
     held_out = whole(0).check("held_out", held_out)
-    check_free(out, overwrite or resume)  # now, not after hours of training
+    check_free(out, overwrite or resume, ALSO_WRITTEN)  # now, not after hours of training
     checkpoint = checkpoint_of(out)
     check_checkpoint(checkpoint, resume, overwrite)
     corpus = Corpus.merge([Corpus.load(path) for path in corpora])
@@ -107,7 +109,13 @@ def _fit_or_keep(trainer: Trainer) -> dict[str, Any]:
 
 def checkpoint_of(out: Path) -> Path:
     """The checkpoint of a run that exports to `out`."""
-    return out.with_name(out.name + ".checkpoint.pt")
+    return beside(out, ".checkpoint.pt")
+
+
+def beside(out: Path, ending: str) -> Path:
+    """A file beside the folder `out`, of its name and `ending`."""
+    out = out if out.name not in ("", "..") else out.resolve()
+    return out.with_name(out.name + ending)
 
 
 def check_checkpoint(path: Path, resume: bool, overwrite: bool) -> None:
@@ -116,8 +124,8 @@ def check_checkpoint(path: Path, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"there is no checkpoint {str(path)!r} to resume; start without resume")
     if path.exists() and not (resume or overwrite):
         raise ValueError(
-            f"{str(path)!r} is a checkpoint of another run: resume=True (--resume) goes on from it, overwrite=True "
-            "(--overwrite) begins anew"
+            f"{str(path)!r} is a checkpoint of another run: resume=True (`specdec train fit --resume`, with its "
+            "settings) goes on from it, overwrite=True (--overwrite) begins anew"
         )
 
 

@@ -101,6 +101,18 @@ class Generation:
         return self.seed * 1009 + int(self.part.start)
 
 
+def check_corpus(out: Path, overwrite: bool) -> None:
+    """Raise ValueError if a corpus cannot be written to `out`, or would replace a file that is to be kept."""
+    check_place(out)
+    if out.is_dir():
+        raise ValueError(f"out={str(out)!r} is a folder: expected a file for the corpus, such as corpus.safetensors")
+    if out.exists() and not overwrite:  # it may have taken hours
+        raise ValueError(
+            f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "
+            "pass overwrite=True (--overwrite)"
+        )
+
+
 def prepare(
     out: Path,
     g: Generation,
@@ -114,19 +126,12 @@ def prepare(
 
     overwrite: replace a file that is there.
     """
-    check_place(out)
-    if out.is_dir():
-        raise ValueError(f"out={str(out)!r} is a folder: expected a file for the corpus, such as corpus.safetensors")
-    if out.exists() and not overwrite:  # it may have taken hours
-        raise ValueError(
-            f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "
-            "pass overwrite=True (--overwrite)"
-        )
+    check_corpus(out, overwrite)
     model, tokenizer = load(target, dtype, device)
     fingerprint = tokenizer_fingerprint(tokenizer)
     questions = chat_ids(read_questions(g.gsm8k, g.num_questions), tokenizer) if g.gsm8k else []
     turn_tokens = min(g.max_new_tokens, USER_TURN_TOKENS) if g.chats else 0
-    frame = sum(len(encode(tokenizer, part)) for part in user_turn_frame(tokenizer))
+    frame = sum(len(encode(tokenizer, part)) for part in user_turn_frame(tokenizer)) if g.chats else 0
     longest = max([frame + turn_tokens, *map(len, questions)])
     limit, _ = position_limit(model.config.get_text_config())
     if limit is not None and longest + g.max_new_tokens > limit:

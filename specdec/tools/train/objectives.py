@@ -222,7 +222,7 @@ def survival_weights(right: torch.Tensor) -> torch.Tensor:
     """Return the weights [S] of draft steps, of mean 1, from right [S, N] bool: step j counts as often as chains get to
     it, or further: sum over m >= j of the product over i <= m of (1 + a_i) / 2, a_i the share that is right at step i
     (the batch form of D-PACE, arXiv 2605.18810)."""
-    reached = ((1 + right.float().mean(1)) / 2).cumprod(0)
+    reached = ((1 + right.float().sum(1) / max(right.shape[1], 1)) / 2).cumprod(0)
     weights = reached.flip(0).cumsum(0).flip(0)
     return weights / weights.mean()
 

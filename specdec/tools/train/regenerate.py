@@ -66,6 +66,8 @@ def user_turn_frame(tokenizer: Any) -> tuple[str, str]:
     if text.count(SENTINEL) != 1:
         raise ValueError(f"the chat template writes a user turn {text.count(SENTINEL)} times; expected once: {text!r}")
     prefix, suffix = text.split(SENTINEL)
+    if not (prefix and suffix):
+        raise ValueError(f"the chat template writes nothing before or after a user turn: expected both: {text!r}")
     return prefix, suffix
 
 

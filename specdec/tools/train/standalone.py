@@ -190,8 +190,10 @@ def new_student(model: PreTrainedModel, shape: HeadShape, counts: torch.Tensor, 
     counts [V] int64: how often the target emits each token; frequent tokens shape the projection most.
     """
     text, head = model.config.get_text_config(), model.get_output_embeddings().weight
-    if shape.hidden_size % shape.num_heads:
-        raise ValueError(f"hidden_size={shape.hidden_size}: expected a multiple of num_heads={shape.num_heads}")
+    if shape.hidden_size % (2 * shape.num_heads):  # ropes rotate pairs
+        raise ValueError(f"hidden_size={shape.hidden_size}: expected a multiple of twice num_heads={shape.num_heads}")
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(f"num_kv_heads={shape.num_kv_heads}: expected a divisor of num_heads={shape.num_heads}")
     config = LlamaConfig(
         vocab_size=head.shape[0],
         hidden_size=shape.hidden_size,

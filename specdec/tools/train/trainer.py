@@ -37,6 +37,11 @@ class Trainer:
         self.checkpoint = checkpoint
         self._digest = train.digest
         self.batches = Batches(train, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
+        if not self.batches.num_rows:
+            raise ValueError(
+                f"no answer has a token after the first num_steps={c.num_steps} of its text and before max_len="
+                f"{c.max_len}, so that there is nothing to train on: expected longer answers, or a larger max_len"
+            )
         self.held_out = Batches(held_out, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
         self.step = self.epoch = self.cursor = self.tokens_seen = 0
         self._watch = LossWatch(c.lr, self.device)
@@ -70,7 +75,8 @@ class Trainer:
                 if is_interrupted():
                     if self.checkpoint:
                         self.save(self.checkpoint)
-                        said = f"interrupted after step {self.step}; --resume goes on from {self.checkpoint}"
+                        said = f"interrupted after step {self.step}; {str(self.checkpoint)!r} keeps it: go on with "
+                        said += "`specdec train fit --resume` and the same settings"
                         print(said, file=sys.stderr)
                     break  # KeyboardInterrupt comes at the end of `deferred`
         seconds = self.seconds
