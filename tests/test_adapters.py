@@ -304,6 +304,21 @@ def test_layers_that_adapters_were_read_for_must_stay(saved):
         assert engine.generate(PROMPTS, max_new_tokens=4, adapter="x").tokens == before
 
 
+def test_adapters_that_are_hot_swapped_are_read_again_when_the_cache_is_cleared(tmp_path):
+    """PEFT writes them through `.data`, which nobody notices."""
+    hotswap = pytest.importorskip("peft.utils.hotswap")
+    wrapped = adapted()
+    base = endless(tiny_model("llama", seed=7))
+    torch.manual_seed(5)
+    pytest.importorskip("peft").get_peft_model(base, lora()).save_pretrained(tmp_path)
+    with specdec.attach(wrapped, prefix_cache=True, adapters=["default"], **SETTINGS) as engine:
+        before = engine.generate([PROMPT], max_new_tokens=6, adapter="default").tokens
+        hotswap.hotswap_adapter(wrapped, str(tmp_path), "default")
+        engine.clear_prefix_cache()
+        (after,) = engine.generate([PROMPT], max_new_tokens=6, adapter="default").tokens
+        assert after == text_of(wrapped) and [after] != before
+
+
 @pytest.mark.gpu
 def test_in_16_bits_texts_are_those_of_one_request_alone(tmp_path):
     model = endless(tiny_model("llama64", seed=7)).to(DEVICE, torch.bfloat16)

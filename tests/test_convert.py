@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from specdec.reach.heads.load import load_head, save_head
@@ -136,6 +137,16 @@ def test_a_head_without_an_lm_head_gets_its_targets_rows(tmp_path: Path) -> None
     written = load_file(str(tmp_path / "b" / "model.safetensors"))["lm_head.weight"]
     assert torch.equal(written, model.lm_head.weight[head.hot_ids])
     assert same_tensors(before.state_dict(), after.state_dict())
+    for sizes in ({"hidden_size": 32}, {"vocab_size": 60}):
+        other = TargetShape.of(LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), **sizes})))
+        with pytest.raises(
+            ValueError, match=r"--target: its output head is .* give the target that it was trained for"
+        ):
+            convert(tmp_path / "a", tmp_path / "c", "speculators", target=other)
+    (tmp_path / "c" / "custom_generate").mkdir(parents=True)
+    (tmp_path / "c" / "custom_generate" / "generate.py").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds custom_generate/generate.py already"):
+        convert(tmp_path / "a", tmp_path / "c", "speculators", target=shape)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -637,6 +637,27 @@ def test_mistakes_are_named(compiler, grammar, message):
         compiler.compile(Grammar.of(grammar))
 
 
+def test_special_tokens_can_be_named_and_their_names_spelled(compiler):
+    """In Lark by name; where JSON or a choice forces the name, it is text like any other."""
+    mask = np.zeros(NUM_WORDS, np.int32)
+    matcher = compiler.compile(Grammar(lark='start: <pad> "a"')).matcher()
+    assert matcher.fill(mask) and [t for t in range(VOCAB) if is_allowed(mask, t)] == [0] and matcher.accept(0)
+    matcher, spelled = compiler.compile(Grammar(choice=["a<eos>b"])).matcher(), []
+    while forced := matcher.forced():
+        assert matcher.fill(mask) and is_allowed(mask, forced[0]) and matcher.accept(forced[0])
+        spelled.append(WORDS.tokens[forced[0]])
+    assert b"".join(spelled) == b"a<eos>b" and matcher.fill(mask) and is_allowed(mask, EOS)
+
+
+def test_as_many_choices_as_there_may_be(compiler):
+    matcher, mask = (
+        compiler.compile(Grammar(choice=[f"{i:04d}" for i in range(4096)])).matcher(),
+        np.zeros(NUM_WORDS, np.int32),
+    )
+    assert all(matcher.fill(mask) and matcher.accept(token) for token in TOKENIZER.encode("4095"))
+    assert matcher.fill(mask) and is_allowed(mask, EOS) and not matcher.error
+
+
 def test_hostile_grammars_end_a_process_of_their_own():
     """An intersection of patterns that never comes to an end, and rules that overflow the stack."""
     trials = trial.Trials("llguidance", WORDS, seconds=0.4)

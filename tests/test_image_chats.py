@@ -2,6 +2,8 @@
 
 import base64
 import io
+import struct
+import zlib
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -34,13 +37,30 @@ def model():
 
 @pytest.fixture(scope="module")
 def processor():
+    return make_processor()
+
+
+def make_processor(**tokens):
     vocab = {**{f"w{i}": i for i in range(150)}, "<image>": IMAGE}
     words = Tokenizer(WordLevel(vocab, unk_token="w3"))
     words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens={"image_token": "<image>"})
+    if tokens:
+        words.post_processor = TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, **tokens, extra_special_tokens={"image_token": "<image>"}
+    )
     sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
     options = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     return LlavaProcessor(LlavaImageProcessorPil(**sizes), tokenizer, **options, chat_template=TEMPLATE)
+
+
+def _chunk(kind, data=b""):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+_PNG = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 8, 3, 0, 0, 0)) + _chunk(b"tRNS", b"\0")
+_PNG += _chunk(b"IDAT", zlib.compress(b"\0\1\2\3\4" * 4)) + _chunk(b"IEND")
+WITHOUT_PALETTE = f"data:image/png;base64,{base64.b64encode(_PNG).decode()}"
 
 
 def picture(seed, size=(40, 33)):
@@ -89,6 +109,29 @@ def test_chats_with_images_are_those_of_the_processor(model, processor):
         engine.generate(chats[0])
 
 
+def test_templates_that_write_parts_only_get_the_text_without_a_processor_too(model, processor):
+    processor.tokenizer.chat_template = TEMPLATE
+    with specdec.attach(model, tokenizer=processor.tokenizer, **ON) as engine:
+        (request,) = engine.generate([{"role": "user", "content": "w7 w8"}], max_new_tokens=2).requests
+        assert request.prompt_ids == [7, 8, 9]
+
+
+def test_a_server_turns_images_upright_and_adds_what_the_processor_adds(model):
+    """By EXIF, as transformers' own loader does; a BOS token that the template does not write."""
+    processor, exif, file = make_processor(bos_token="w1"), Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    picture(4).save(file, "PNG", exif=exif)
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    chats = chat({"type": "image_url", "image_url": {"url": url}}), chat()
+    expected = expected_of(
+        model, processor, chat({"type": "image", "image": picture(4).rotate(-90, expand=True)}), chat()
+    )
+    with specdec.attach(model, tokenizer=processor, **ON) as engine, serving(engine) as served:
+        for messages, tokens in zip(chats, expected, strict=True):
+            answer = served.post({"messages": messages, "max_tokens": 8, "ignore_eos": True}).json()
+            assert answer["choices"][0]["message"]["content"] == processor.tokenizer.decode(tokens)
+
+
 def test_folders_are_loaded_with_their_processor(model, processor, tmp_path):
     model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
@@ -124,6 +167,7 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch, t
             ([part("data:image/png,abc")], "expected base64"),
             ([part("data:image/png;base64,???")], "no image of a known kind"),
             ([part("data:image/png;base64,aGVsbG8=")], "no image of a known kind"),
+            ([part(WITHOUT_PALETTE)], "no image of a known kind (PNG, JPEG, WEBP, GIF): AssertionError"),
             ([part(data_url(image, "BMP"))], "no image of a known kind"),
             ([part(data_url(picture(3, (101, 100))))], "101 x 100: a request has at most 10000 pixels"),
             ([part(data_url(picture(3, (80, 80))))] * 2, "messages[0].content[1].image_url: 80 x 80"),

@@ -7,9 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+import specdec
 from specdec.core.engine import ranks as module
+from specdec.core.engine.ranked import told_of
 from specdec.core.engine.ranks import Ranks
 from specdec.core.errors import RankError
+from tests.grammars import tiny_tokenizer
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +48,12 @@ def test_ranks_get_what_all_gave_in_order(make):
         got = on_all(ranks, lambda r, n=number: r.meet("count", [r.rank, n]))
         assert got == [[[0, number], [1, number], [2, number]]] * 3
     on_all(ranks, lambda r: r.same("prompts", [1, 2, 3]))
+
+
+def test_ranks_compare_stop_strings():
+    with specdec.attach(tiny_model("llama"), tokenizer=tiny_tokenizer()) as engine:
+        one, again, other = (told_of(engine._requests([[5]], stop=stop)[0]) for stop in ("a b", "a b", "b a"))
+    assert one == again != other
 
 
 def test_other_arguments_and_other_places_are_errors_on_all(make):

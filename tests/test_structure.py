@@ -194,6 +194,28 @@ def test_answers_are_split_however_they_come(name, size):
     assert parts_of(ANSWERS[name], size, formats.TOOL_FORMATS[name], thinking) == PARTS[name]
 
 
+CALL = ["call: f", 'arguments: {"a": 1}']
+PEOPLE = 'People: [{"name": "Ann", "arguments": {}}, {"name": "Bob", "arguments": {"c": 1}}] end'
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', CALL),
+        ("harmony", '<|start|>assistant to=functions.f<|channel|>commentary<|message|>{"a": 1}', CALL),
+        ("harmony", '<|channel|>analysis to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>', CALL),
+        ("mistral", PEOPLE, [f"content: {PEOPLE}"]),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "x1"}]', CALL),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}, "id": "x1"}\n</tool_call>', CALL),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": "a}"}\n</tool_call>', ["call: f", 'arguments: "a}"']),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": null}\n</tool_call>', ["call: f", "arguments: null"]),
+    ],
+)
+def test_calls_are_read_as_models_write_them(name, text, parts, size):
+    assert parts_of(text, size, formats.TOOL_FORMATS[name], formats.THINKING.get(name)) == parts
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 def test_thoughts_are_apart_and_other_text_is_content(size):
     llama, think = formats.TOOL_FORMATS["llama3"], formats.THINKING["think"]
@@ -259,6 +281,8 @@ def test_thoughts_come_before_a_constrained_answer():
         ('{{ tools }} {"name": , "parameters": }', "llama3", None),
         ("<|channel|> {{ tools }}", "harmony", "harmony"),
         ("<tool_call>", None, None),
+        ("{{ tools }} <tool_call><function=f>", None, None),
+        ("{{ tools }} <tool_call>{name} <arg_key>", None, None),
     ],
 )
 def test_formats_are_found_in_templates(mark, tools, thinking):

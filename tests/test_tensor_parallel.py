@@ -162,6 +162,7 @@ def disagree(model, rank):
     found["agreed"] = [field.tolist() for field in agreed(engine._core.target.group, own)]
     found["prompts"] = error_of(lambda: engine.generate(PROMPTS[rank], max_new_tokens=4))
     found["stops"] = error_of(lambda: engine.generate(PROMPTS, max_new_tokens=4, stop_token_ids=[rank]))
+    found["scores"] = error_of(lambda: engine.score([PROMPTS[rank]], [[5, 6]]))
     found["goes on"] = engine.generate(PROMPTS, max_new_tokens=4).tokens
     engine.detach()
     found["settings"] = error_of(lambda: specdec.attach(model, None, max_seq_len=64 + rank))
@@ -354,7 +355,7 @@ def test_ranks_take_the_verdict_of_rank_0(played):
     assert [p["agreed"] for p in played] == [[[[0] * 3] * 2, [False] * 2]] * 2
 
 
-OTHERS = [("prompts", "generate()"), ("stops", "generate()"), ("settings", "attach()")]
+OTHERS = [("prompts", "generate()"), ("stops", "generate()"), ("settings", "attach()"), ("scores", "score()")]
 
 
 @pytest.mark.parametrize(("what", "call"), OTHERS)

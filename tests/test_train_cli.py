@@ -21,7 +21,9 @@ from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.commands.train import app, print_json
 from specdec.tools.train.adapt import LOGGED
 from specdec.tools.train.data import Corpus
+from specdec.tools.train.fit import checkpoint_of
 from specdec.tools.train.generation import Generation, prepare, shard_jobs
+from specdec.tools.train.objectives import survival_weights
 from specdec.tools.train.trainer import LossWatch, Trainer
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
@@ -197,7 +199,41 @@ def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path
             invoke(*args)
     with pytest.raises(ValueError, match=r"there is no checkpoint .* to resume"):
         invoke("fit", "--corpus", "nowhere", *run[1:5], "--resume")
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({name: [5, 6] for name in LOGGED}), "utf-8")
+    fit(folder, "eagle", tmp_path / "head", "--max-steps", 1)
+    with pytest.raises(ValueError, match=r"h.corpus.safetensors' is there already"):
+        invoke("adapt", folder / "target", tmp_path / "head", "--from-log", log, "--out", tmp_path / "h")
     assert corpus.read_bytes() == b"hours of work"
+    (tmp_path / "mine" / "custom_generate").mkdir(parents=True)
+    for name in ("custom_generate/generate.py", "README.md"):
+        (tmp_path / "mine" / name).write_text("mine")
+        with pytest.raises(ValueError, match=rf"holds .*{name}.* already: .*--overwrite"):
+            fit(folder, "eagle", tmp_path / "mine", "--max-steps", 1)
+
+
+def test_what_cannot_be_trained_is_told_before(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"no answer has a token after the first num_steps=3 .* before max_len=8"):
+        fit(folder, "eagle", tmp_path / "a", "--max-len", 8, "--max-steps", 1)
+    for options, said in (
+        (["--num-heads", 0], "num_heads=0: expected an integer of at least 1"),
+        (["--num-heads", 2, "--num-kv-heads", 3], "num_kv_heads=3: expected a divisor of num_heads=2"),
+        (
+            ["--num-heads", 2, "--hidden-size", 30, "--file-format", "safetensors"],
+            "hidden_size=30: expected a multiple of twice num_heads=2",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fit(folder, "standalone", tmp_path / "b", "--max-steps", 1, *options)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is a checkpoint of another run"):
+        checkpoint_of(Path()).touch()
+        fit(folder, "eagle", Path(), "--max-steps", 1)
+
+
+def test_steps_of_which_no_row_is_trained_weigh_alike() -> None:
+    """A batch of prompts that are longer than max_len."""
+    assert survival_weights(torch.zeros(3, 0, dtype=torch.bool)).isfinite().all()
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

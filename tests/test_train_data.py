@@ -6,9 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specdec.core.functional.sampling import SamplingParams
 from specdec.core.text.inputs import encode
@@ -89,6 +91,11 @@ def test_small_ids_take_two_bytes(tmp_path: Path) -> None:
 def test_bad_corpora_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="strictly increasing"):
         Corpus.of([([], [])])
+    tensors = {"tokens": torch.tensor([5, 6, 7]), "answer": torch.tensor([0, 1, 1])}
+    for offsets in (torch.zeros(0, dtype=torch.int64), torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0])):
+        save_file({**tensors, "offsets": offsets}, tmp_path / "x.safetensors")
+        with pytest.raises(ValueError, match=r"offsets torch.* expected int64, one for each sequence and one more"):
+            Corpus.load(tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"nowhere.*specdec train data"):
         Corpus.load(tmp_path / "nowhere.safetensors")
 
@@ -177,6 +184,9 @@ def test_hot_vocab_takes_frequent_answers_and_specials() -> None:
 def test_the_frame_is_found_for_any_template(tmp_path: Path) -> None:
     tokenizer = WordTokenizer()
     assert user_turn_frame(tokenizer) == ("sys|u:", "\0|a:")
+    bare = SimpleNamespace(apply_chat_template=lambda messages, **_: messages[0]["content"])
+    with pytest.raises(ValueError, match="writes nothing before or after a user turn"):
+        user_turn_frame(bare)
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n", "utf-8")
     assert chat_ids(read_questions(path), tokenizer) == [encode(tokenizer, "sys|u:1+1?\0|a:")]

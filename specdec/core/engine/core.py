@@ -118,6 +118,9 @@ class Core:
         own = self.round.worker.context if mode in (ForwardMode.DRAFT, ForwardMode.DRAFT_EXTEND) else None
         return (own or self.context).backend.served_by(mode)
 
+    def agree(self, what: str, value: object) -> None:
+        """Have all ranks, if there are several, give the same `value` to the call `what`."""
+
     def abandon(self, requests: Sequence[Request]) -> None:
         """Forget `requests`, whatever they are at; their rows and slots return."""
         with self.turns:

@@ -35,6 +35,10 @@ class RankedCore(Core):
         with self._ranks.reporting():
             super().submit(requests, steps_next, looks)
 
+    def agree(self, what: str, value: object) -> None:
+        """As `Core.agree`: all ranks meet, and raise ValueError where they differ."""
+        self._ranks.same(what, value)
+
     def clear_prefixes(self) -> None:
         """As `Core.clear_prefixes`, on all ranks at their next call: what one has kept, all have."""
         self._is_to_forget = True
@@ -53,7 +57,7 @@ class RankedCore(Core):
 def told_of(request: Request) -> tuple[object, ...]:
     """Return all of a request that decides what is launched for it, but its seed."""
     r = request
-    stops = r.stop_ids, sorted(r.eos_ids), r.string_ids
+    stops = r.stop_ids, sorted(r.eos_ids), r.string_ids, r.detokenizer.stop_strings
     return r.prompt_ids, r.max_new_tokens, r.sampling.with_seed(0), stops, r.priority
 
 

@@ -114,6 +114,7 @@ def _scored(core: Core, pairs: Sequence[Pair], adapter: int = 0) -> Generator[Sc
 
     The engine's turn and rows are held while a reader works, so it must close this if it breaks off.
     """
+    core.agree("score()", ([(pair.ids.tolist(), pair.start) for pair in pairs], adapter))
     waiting, tables = deque(_grouped(pairs)), core.slot_tables
     if not tables.keeps_prefixes:  # nobody watches whether weights have changed since the last call
         with core.turns:

@@ -54,7 +54,8 @@ def _decoded(name: str, url: str, most_pixels: int) -> Any:
             return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # a decoder raises what it likes
         raise ValueError(
-            f"{name}={shown(url)}: no image of a known kind ({', '.join(FORMATS)}): {str(error) or type(error).__name__}"
+            f"{name}={shown(url)}: no image of a known kind ({', '.join(FORMATS)}): "
+            f"{str(error) or type(error).__name__}"
         ) from None
     raise ValueError(
         f"{name}: {image.width} x {image.height}: a request has at most {MOST_PIXELS} pixels, and no side is more than "
