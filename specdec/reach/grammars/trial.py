@@ -28,7 +28,10 @@ MOST_IDLE = 8  # processes
 
 
 class Trials:
-    """Processes that try grammars of one library; each serves a caller at a time. Threads may share it."""
+    """Processes that try grammars of one library; each serves a caller at a time. Threads may share it.
+
+    They know no more of `vocabulary` than its special tokens, which grammars may name.
+    """
 
     def __init__(self, library: str, vocabulary: Vocabulary, seconds: float = SECONDS):
         self._library, self._seconds = library, seconds

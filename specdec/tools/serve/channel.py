@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-COMPILING = 2  # grammars at once, in either process: hostile ones hold threads for seconds, which others need
+COMPILING = 4  # grammars at once, in either process: hostile ones hold threads for seconds, which others need, too
 LENGTH = struct.Struct("<Q")  # of a pickled message, before it
 
 
