@@ -89,7 +89,8 @@ def run(monkeypatch):
         raise Attached((config.num_steps, config.topk, config.num_draft_tokens, *own))
 
     def ended(device, command):
-        target = SimpleNamespace(device=torch.device(device), config=LlamaConfig())
+        ends = SimpleNamespace(eos_token_id=2)
+        target = SimpleNamespace(device=torch.device(device), config=LlamaConfig(), generation_config=ends)
         for module in (choices, demo):
             monkeypatch.setattr(module, "load", lambda *args: (target, None))
         return CliRunner().invoke(cli.app, command.split()).exception

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import specdec
 from specdec.tools.commands import main as cli
-from specdec.tools.commands.serve import adapters_of
+from specdec.tools.commands.serve import adapters_of, chosen_library
 from specdec.tools.commands.serve import serve as serve_command
 from specdec.tools.serve.intake import StreamPiece
 from specdec.tools.train.adapt import read_log
@@ -560,6 +560,12 @@ def test_an_engine_that_is_detached(tiny):
         spare.detach()
         assert "detached" in [line for line in lines if line][-1]
         assert served.post(long(max_tokens=2), "/v1/completions").status_code == 503
+
+
+def test_models_without_eos_are_served_without_grammars():
+    pytest.importorskip("llguidance")
+    assert [chosen_library(None, object(), has_end) for has_end in (True, False)] == ["auto", None]
+    assert chosen_library("off", object(), True) is None and chosen_library("auto", object(), False) == "auto"
 
 
 def test_the_command_says_what_is_missing(monkeypatch):
