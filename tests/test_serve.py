@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -573,6 +574,28 @@ def test_the_command_says_what_is_missing(monkeypatch):
     monkeypatch.delitem(sys.modules, "specdec.tools.serve.api_server", raising=False)  # imported before, with it
     with pytest.raises(ValueError, match=r"uvicorn.*pip install 'specdec-toolkit\[serve\]'"):
         serve_command(target="no such target")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "bundled", "--max-batch", "0"],
+        ["doctor", "bundled", "shipped", "--limit", "0"],
+        ["bench", "acceptance", "--limit", "0"],
+    ],
+)
+def test_counts_below_one_are_refused_before_anything_is_loaded(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["specdec", *command])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "greater than or equal to 1" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_errors_of_the_system_are_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "app", lambda: Path("/dev/null/x").mkdir())
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert capsys.readouterr().err.startswith("specdec: [Errno 20] Not a directory: '/dev/null/x'")
 
 
 COMMAND = """

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -134,6 +136,24 @@ def test_clients_with_different_schemas_share_rounds(served, clients, num):
     with ThreadPoolExecutor(clients) as threads:
         assert all(threads.map(one, range(num)))
     served.assert_free()
+
+
+def test_grammars_that_take_long_hold_up_no_request_without_one(served, monkeypatch):
+    compile_, may_go_on = served.engine.compile_grammar, threading.Event()
+
+    def slow(grammar):
+        may_go_on.wait(5)
+        return compile_(grammar)
+
+    monkeypatch.setattr(served.engine, "compile_grammar", slow)
+    with ThreadPoolExecutor(24) as clients:
+        fields = {"response_format": schema_format(), "max_tokens": 1}
+        others = [clients.submit(ask, served, **fields) for _ in range(24)]
+        time.sleep(0.1)
+        began = time.perf_counter()
+        assert ask(served, max_tokens=1).choices and time.perf_counter() - began < 4
+        may_go_on.set()
+        assert all(other.result().choices for other in others)
 
 
 BAD = [
