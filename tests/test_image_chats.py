@@ -2,12 +2,10 @@
 
 import base64
 import io
-import struct
-import zlib
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -52,15 +50,6 @@ def make_processor(**tokens):
     sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
     options = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     return LlavaProcessor(LlavaImageProcessorPil(**sizes), tokenizer, **options, chat_template=TEMPLATE)
-
-
-def _chunk(kind, data=b""):
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-_PNG = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 8, 3, 0, 0, 0)) + _chunk(b"tRNS", b"\0")
-_PNG += _chunk(b"IDAT", zlib.compress(b"\0\1\2\3\4" * 4)) + _chunk(b"IEND")
-WITHOUT_PALETTE = f"data:image/png;base64,{base64.b64encode(_PNG).decode()}"
 
 
 def picture(seed, size=(40, 33)):
@@ -167,7 +156,6 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch, t
             ([part("data:image/png,abc")], "expected base64"),
             ([part("data:image/png;base64,???")], "no image of a known kind"),
             ([part("data:image/png;base64,aGVsbG8=")], "no image of a known kind"),
-            ([part(WITHOUT_PALETTE)], "no image of a known kind (PNG, JPEG, WEBP, GIF): AssertionError"),
             ([part(data_url(image, "BMP"))], "no image of a known kind"),
             ([part(data_url(picture(3, (101, 100))))], "101 x 100: a request has at most 10000 pixels"),
             ([part(data_url(picture(3, (80, 80))))] * 2, "messages[0].content[1].image_url: 80 x 80"),
@@ -178,5 +166,8 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch, t
         ):
             refused = served.post({**body, "messages": chat(*images)})
             assert refused.status_code == 400 and told in refused.json()["error"]["message"], refused.text
+        monkeypatch.setattr(ImageOps, "exif_transpose", lambda image: image.getpixel(None))  # as broken EXIF may end
+        refused = served.post({**body, "messages": chat(part(data_url(image)))})
+        assert refused.status_code == 400 and "no image of a known kind" in refused.json()["error"]["message"]
         served.assert_free()
     assert len((tmp_path / "log").read_text().splitlines()) == 1, "ids alone say nothing of images"

@@ -69,13 +69,11 @@ def ids_of_chat(messages: Any, tokenizer: Any, name: str = "") -> list[int]:
     plain = [_plain(f"{name}messages[{i}]", message) for i, message in enumerate(messages)]
     text = render_chat(plain, tokenizer)
     asked = next((m["content"].strip() for m in reversed(plain) if m["role"] == "user" and m.get("content")), "")
-    if asked not in text:  # templates of image-text models may write parts only
-        with suppress(ValueError):
-            parts = [
-                {**m, "content": [{"type": "text", "text": m["content"]}]} if m.get("content") else m for m in plain
-            ]
-            in_parts = render_chat(parts, tokenizer)
-            text = in_parts if asked in in_parts else text
+    if asked not in text:
+        with suppress(ValueError):  # templates of image-text models may write parts only, and nothing of strings
+            parts = [{**m, "content": [{"type": "text", "text": m.get("content") or ""}]} for m in plain]
+            in_parts, of_none = (render_chat(m, tokenizer) for m in (parts, [{**m, "content": ""} for m in plain]))
+            text = in_parts if asked in in_parts and text == of_none else text
     return encode(tokenizer, text)
 
 

@@ -45,10 +45,12 @@ def adapt(
     check_free(out, overwrite, ALSO_WRITTEN)
     check_checkpoint(checkpoint_of(out), False, overwrite)
     corpus, training = beside(out, ".corpus.safetensors"), minutes
-    check_corpus(corpus, overwrite)
     made: dict[str, Any] = {}
     if log is not None:
-        read_log(log).save(corpus)
+        texts = read_log(log)
+        if not _holds(corpus, texts):
+            check_corpus(corpus, overwrite)
+            texts.save(corpus)
     else:
         generation = Generation(gsm8k=prompts, gen_minutes=GENERATING * minutes, max_new_tokens=max_new_tokens)
         made = prepare(corpus, generation, target=target, overwrite=overwrite, **where)
@@ -59,6 +61,14 @@ def adapt(
         [corpus], out, config, algo=algo, shape=shape, target=target, never_worse=True, overwrite=overwrite, **where
     )
     return {"data": made, **result, "is_better": result["tau"] > result["tau_before"]}
+
+
+def _holds(path: Path, corpus: Corpus) -> bool:
+    """Return whether the file is `corpus`, as a run that was broken off may have left it."""
+    try:
+        return Corpus.load(path).digest == corpus.digest
+    except ValueError:
+        return False
 
 
 def read_log(path: Path) -> Corpus:

@@ -37,11 +37,6 @@ class Trainer:
         self.checkpoint = checkpoint
         self._digest = train.digest
         self.batches = Batches(train, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
-        if not self.batches.num_rows:
-            raise ValueError(
-                f"no answer has a token after the first num_steps={c.num_steps} of its text and before max_len="
-                f"{c.max_len}, so that there is nothing to train on: expected longer answers, or a larger max_len"
-            )
         self.held_out = Batches(held_out, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
         self.step = self.epoch = self.cursor = self.tokens_seen = 0
         self._watch = LossWatch(c.lr, self.device)
@@ -57,6 +52,12 @@ class Trainer:
         FloatingPointError for a loss that is not finite, when it is logged, saved or over: no step waits for that.
         KeyboardInterrupt after the step at which Ctrl-C came, when a checkpoint is saved.
         """
+        if not self.batches.num_rows:
+            raise ValueError(
+                f"no answer has a token after the first num_steps={self.config.num_steps} of its text and before "
+                f"max_len={self.config.max_len}, so that there is nothing to train on: expected longer answers, or a "
+                "larger max_len"
+            )
         self._began = time.monotonic()
         tally = Tally(self.config.num_steps, self.device)
         bar = tqdm(total=self.max_steps, initial=self.step, unit="step", dynamic_ncols=True)
