@@ -77,7 +77,7 @@ def ids_of_chat(messages: Any, tokenizer: Any, name: str = "") -> list[int]:
     return encode(tokenizer, text)
 
 
-def render_chat(messages: Any, tokenizer: Any, /, **options: Any) -> str:
+def render_chat(messages: Any, tokenizer: Any, **options: Any) -> str:
     """Return the chat template's text of `messages`, up to where the answer begins. options: those of the template."""
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)

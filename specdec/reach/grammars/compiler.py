@@ -54,8 +54,7 @@ class CachedCompiler:
         self.name = name
         self.eos_ids = eos_ids
         self._vocabulary = vocabulary
-        self._library: Library | None = None
-        self._trials: Trials | None = None
+        self._opened: tuple[Library, Trials] | None = None
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
 
@@ -65,10 +64,10 @@ class CachedCompiler:
             if (kept := self._kept.get(grammar.text)) is not None:
                 self._kept.move_to_end(grammar.text)
                 return kept
-            if self._library is None or self._trials is None:
+            if self._opened is None:
                 vocabulary = self._vocabulary()
-                self._library, self._trials = open_library(self.name, vocabulary), Trials(self.name, vocabulary)
-            library, trials = self._library, self._trials
+                self._opened = open_library(self.name, vocabulary), Trials(self.name, vocabulary)
+            library, trials = self._opened
         trials.check(grammar)
         compiled = library.compile(grammar)
         with self._lock:

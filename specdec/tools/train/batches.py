@@ -52,9 +52,10 @@ class Batches:
     @property
     def num_rows(self) -> int:
         """Rows that are trained in an epoch."""
-        places = np.arange(len(self._tokens)) - self._starts.repeat(np.diff([*self._starts, len(self._tokens)]))
-        is_read = places < self._lengths.repeat(np.diff([*self._starts, len(self._tokens)]))
-        return int(np.count_nonzero(self._answer & is_read & (places > self.num_steps)))
+        counts = np.diff([*self._starts, len(self._tokens)])
+        places = np.arange(len(self._tokens)) - self._starts.repeat(counts)
+        is_trained = (places > self.num_steps) & (places < self._lengths.repeat(counts))
+        return int(np.count_nonzero(self._answer & is_trained))
 
     def plan(self, seed: int | None) -> list[np.ndarray]:
         """Return the sequence indices of each batch of an epoch, shuffled by `seed`; None: longest first."""
