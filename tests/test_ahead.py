@@ -12,6 +12,7 @@ from specdec.backends import BACKENDS, TorchBackend, comm, compiling_kernels
 from specdec.backends.library import define_op
 from specdec.core.prefill.whole import WholeProgram
 from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build, rehearse
+from specdec.graphs.captures import EagerCapture
 from specdec.graphs.compile.trace import trace
 from specdec.graphs.once import equal_parts_once, is_once
 from tests.heads import ALGOS, random_draft
@@ -198,7 +199,7 @@ def test_every_body_can_do_without_its_launches(monkeypatch, algo, shape):
         for kind in ("greedy", "sampled", "filtered", "processed_greedy", "processed"):
             core.round.play(kind, rows)
             core.round.first_tokens(kind, rows, core.target.head(hidden))
-        whole = WholeProgram(core.prefill.programs._parts, core.round, lambda: None)
+        whole = WholeProgram(core.prefill.programs._parts, core.round, EagerCapture())
         whole.run("greedy, fresh", torch.zeros(16, 2, dtype=torch.int64), torch.zeros(4, 8, dtype=torch.int64))
 
 

@@ -159,8 +159,27 @@ def test_a_graph_of_many_layers_is_divided(monkeypatch):
     assert text == expected and replays(engine) == 1
     graphs = engine._core.prefill.whole.runner.runner.captured
     if DEVICE.type == "cuda":  # the recorded ones run their body once more
-        assert all(len(c.graph._parts) == 2 for c in graphs.values())
+        assert all(len(c.graph._parts) == 4 for c in graphs.values())  # the third one mails first tokens
     assert divided
+
+
+@pytest.mark.parametrize("draft", [None, "eagle3"])
+def test_first_tokens_are_mailed_before_the_draft_takes_the_prompt(draft, monkeypatch):
+    engine, done = engine_of(model_of(), draft, **{"num_steps": 3} if draft else {}), []
+
+    def note(owner, name, event):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (done.append(event), call(*args))[1])
+
+    note(engine._core.mailbox, "post", "mailed")
+    if DEVICE.type == "cuda":
+        note(torch.cuda.CUDAGraph, "replay", "launched")
+    else:
+        note(engine._core.round.worker, "finish_prefill", "launched")
+    prompts = prompts_of(9, 5)
+    answers = engine.generate(prompts, max_new_tokens=1).tokens
+    assert answers == [greedy(model_of(), prompt, 1) for prompt in prompts]
+    assert done.count("mailed") == 1 and done[-1] == ("launched" if draft else "mailed")
 
 
 def test_a_whole_prefill_on_triton():

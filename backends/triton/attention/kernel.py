@@ -107,7 +107,7 @@ def _walk(
 
 # Triton compiles a variant for every alignment of a kernel's pointers; these are views, and none is read in rows.
 @triton.jit(
-    do_not_specialize=["first_node", "tail_len", "window", "table_stride"],
+    do_not_specialize=["first_node", "tail_len", "window", "table_stride", "is_new"],
     do_not_specialize_on_alignment=["slot_table", "rows", "qo_indptr", "prefix_lens", "positions", "limits", "sinks"],
 )
 def _attention_kernel(
@@ -137,6 +137,7 @@ def _attention_kernel(
     q_stride_h,
     out_stride_t,
     out_stride_h,
+    is_new,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QK_DIM: tl.constexpr,
@@ -158,23 +159,27 @@ def _attention_kernel(
     LIMITED: tl.constexpr,
     APART: tl.constexpr,
 ):
+    """is_new: whether the kernels in front may be those that plan. Else an equal layer has attended by that plan, and
+    programs find out what they read before they wait for what the layer stores."""
     if PDL:
         if TREE or APART:  # what follows otherwise may be anybody's kernel: it starts when this one has ended
             gdc_launch_dependents()
-        gdc_wait()
-    item = items + tl.program_id(1) * ITEM
-    if tl.program_id(1) >= tl.load(num_items):
-        return
+        if is_new:
+            gdc_wait()
+    item, num_used = items + tl.program_id(1) * ITEM, tl.load(num_items)
     request, m_block, kv_begin, kv_end = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-    if kv_begin >= kv_end:
-        return
     first_state, chunks_before = tl.load(item + 4), tl.load(item + 5)
     num_states, first_item = tl.load(item + 6), tl.load(item + 7)
+    if (tl.program_id(1) >= num_used) | (kv_begin >= kv_end):
+        if PDL:
+            gdc_wait()  # the kernel ends after those in front in any case
+        return
     kv_head = tl.program_id(0)
     q_start = tl.load(qo_indptr + request)
     q_len = tl.load(qo_indptr + request + 1) - q_start
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     table = slot_table + tl.load(rows + request) * table_stride
+    slots = slots_of(table, kv_begin + tl.arange(0, BLOCK_N), kv_end)
     k_head, v_head = k_pool + kv_head * QK_DIM, v_pool + kv_head * V_DIM
     d, dv = tl.arange(0, BLOCK_QK), tl.arange(0, BLOCK_V)
     scales = (scale_log2, cap_scale)
@@ -185,6 +190,8 @@ def _attention_kernel(
     head = kv_head * GROUP + row % GROUP
     is_row = query < q_len
     token = (q_start + query).to(tl.int64)
+    if PDL:
+        gdc_wait()
     q_tile = query_tile(q + token * q_stride_t + head * q_stride_h, d, dv, is_row, QK_DIM, V_DIM, V_IN_K)
 
     # Keys of [full_begin, masked_from), in whole blocks, are seen by all rows and need no mask.
@@ -210,7 +217,6 @@ def _attention_kernel(
     at, is_split, first_chunk = at_tile + in_tile, num_states > 0, chunk_at(kv_begin) - chunks_before
     pool, keys = (is_split, first_chunk, partial_acc, partial_stats, at), (kv_begin, kv_end)
     total, state = empty_state(BLOCK_M, BLOCK_V), empty_state(BLOCK_M, BLOCK_V)
-    slots = slots_of(table, kv_begin + tl.arange(0, BLOCK_N), kv_end)
     if HAS_WINDOW:
         slots, total, state = _walk(
             kv_begin, tl.minimum(full_begin, kv_end), keys, table, slots, q_tile, k_head, v_head, d, dv, total, state,
@@ -292,6 +298,7 @@ def attend(
         m.tail_len,
         layer.window or 0,
         *strides,
+        1,
     )
     constants = _constants(layer, sinks is not None, tiling, q.dtype)
     is_short = m.mode is not ForwardMode.EXTEND and m.q_len * constants["GROUP"] <= 8  # of no live length
@@ -308,7 +315,7 @@ def attend(
         second = fold_apart(pools[:5], strides[3:], m, plan, partials, constants)
     if compiled is None:  # interpreted, or rehearsed
         return None
-    first = Relaunch(_attention_kernel, compiled, grid, args, own)
+    first = Relaunch(_attention_kernel, compiled, grid, (*args[:-1], 0), own)
     return (first,) if second is None else (first, second)
 
 

@@ -33,7 +33,7 @@ AHEAD = 1 if INTERPRETED else 8  # states that are loaded at once, two at most o
 
 
 @triton.jit(
-    do_not_specialize=["q_len", "tail_len", "window", "table_stride"],
+    do_not_specialize=["q_len", "tail_len", "window", "table_stride", "is_new"],
     do_not_specialize_on_alignment=["slot_table", "rows", "prefix_lens", "positions", "sinks"],
 )
 def _tails_kernel(
@@ -60,6 +60,7 @@ def _tails_kernel(
     q_stride_h,
     out_stride_t,
     out_stride_h,
+    is_new,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QK_DIM: tl.constexpr,
@@ -78,8 +79,10 @@ def _tails_kernel(
     MEMBERS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
+    """is_new: see `kernel`."""
     if PDL:
-        gdc_wait()
+        if is_new:
+            gdc_wait()
     node, request = tl.program_id(0), tl.program_id(2)
     kv_head, part = tl.program_id(1) % NUM_KV_HEADS, tl.program_id(1) // NUM_KV_HEADS
     prefix = tl.load(prefix_lens + request).to(tl.int32)
@@ -98,6 +101,9 @@ def _tails_kernel(
     for base in range(0, tail_len, BLOCK_N):
         slots = tl.load(path + base + n, mask=base + n < tail_len, other=0)
         end = tl.maximum(end, prefix + tl.max(tl.where(slots > 0, base + n + 1, 0), 0))
+    position = tl.load(positions + token).to(tl.int32)
+    if PDL:
+        gdc_wait()
     q_tile = query_tile(q + token * q_stride_t + head_of_row * q_stride_h, d, dv, is_row, QK_DIM, V_DIM, V_IN_K)
 
     # The states of the node's rows, one a chunk; the blocks below continue the last one.
@@ -108,7 +114,6 @@ def _tails_kernel(
     last = load_state(partial_acc, partial_stats, at + (num - 1) * STEP, is_member & (num > 0), dv, V_DIM)
     total, state = _repeat(folded, ROWS), _repeat(last, ROWS)
 
-    position = tl.load(positions + token).to(tl.int32)
     for start in range(prefix // BLOCK_N * BLOCK_N, end, BLOCK_N):
         if start == chunk_begin(chunk_at(start)):
             total = fold(total, state)
@@ -173,10 +178,11 @@ def attend_tails(
         m.tail_len,
         layer.window or 0,
         *strides,
+        1,
     )
     members = min(triton.next_power_of_2(group), ROWS)
     num_warps, ahead = (8, min(AHEAD, 2)) if layer.v_in_k else (2, AHEAD)
     own = {**constants, "ROWS": ROWS, "MEMBERS": members, "AHEAD": ahead}
     grid = (m.q_len, layer.num_kv_heads * triton.cdiv(group, ROWS), m.num_reqs)
     compiled = _tails_kernel[grid](*args, **own, num_warps=num_warps, num_stages=1, launch_pdl=own["PDL"])
-    return None if INTERPRETED else Relaunch(_tails_kernel, compiled, grid, args, own)
+    return None if INTERPRETED else Relaunch(_tails_kernel, compiled, grid, (*args[:-1], 0), own)

@@ -118,9 +118,10 @@ def _experts_norm_kernel(
     LEADS: tl.constexpr,
 ):
     """One token. SHARED: with what its shared experts give; GATED: times the sigmoid of a number."""
-    wait_for_others(PDL, LEADS)
     token, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at, inside = token * H + h, h < H
+    weight = tl.load(scale + h, mask=inside, other=0.0)
+    wait_for_others(PDL, LEADS)
     value = _sum(rows, weights, token, h, H, K, ROUND, BLOCK).to(out.dtype.element_ty)
     if SHARED:
         added = tl.load(shared + at, mask=inside, other=0.0)
@@ -131,7 +132,7 @@ def _experts_norm_kernel(
         value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
     value = (value.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
     tl.store(total + at, value, mask=inside)
-    normed = normalised(value[None, :], scale, h, eps, offset, H, LATE)
+    normed = normalised(value[None, :], weight, eps, offset, H, LATE)
     tl.store(out + at[None, :], normed, mask=inside[None, :])
 
 

@@ -23,11 +23,12 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def normalised(value, weight, h, eps, offset, H: tl.constexpr, LATE: tl.constexpr):
-    """Return the norms of rows `value` [ROWS, BLOCK], zeros past H, in their dtype; h: their columns."""
+def normalised(value, weight, eps, offset, H: tl.constexpr, LATE: tl.constexpr):
+    """Return the norms of rows `value` [ROWS, BLOCK], zeros past H, in their dtype; weight [BLOCK], which is loaded
+    before others are waited for."""
     wide = value.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / H + eps)[:, None]
-    scale = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    scale = weight.to(tl.float32)[None, :]
     if LATE:
         normed = normed * (offset + scale)
     else:
@@ -67,6 +68,7 @@ def _norm_kernel(
     inside = (row < num_rows)[:, None] & (h < H)[None, :]
     source = (row // inner * stride_outer + row % inner * stride_inner) * UNIT
     at = row[:, None] * H + h[None, :]
+    scale = tl.load(weight + h, mask=h < H, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -75,7 +77,7 @@ def _norm_kernel(
         added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         value = (value.to(tl.float32) + added).to(total.dtype.element_ty)
         tl.store(total + at, value, mask=inside)
-    normed = normalised(value, weight, h, eps, offset, H, LATE)
+    normed = normalised(value, scale, eps, offset, H, LATE)
     if GROUP:
         groups, of_groups = quantised(normed.to(tl.float32).reshape([ROWS, BLOCK // GROUP, GROUP]), 2)
         tl.store(out + at, groups.reshape([ROWS, BLOCK]), mask=inside)
@@ -107,12 +109,13 @@ def _gated_norm_kernel(
     LEADS: tl.constexpr,
 ):
     """ROWS rows of H. Row r of gate begins at r // inner strides outer plus r % inner strides inner."""
-    wait_for_others(PDL, LEADS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
+    scale = tl.load(weight + h, mask=h < H, other=0.0)
+    wait_for_others(PDL, LEADS)
     inside = (row < num_rows)[:, None] & (h < H)[None, :]
     source, at = row // inner * stride_outer + row % inner * stride_inner, row[:, None] * H + h[None, :]
-    normed = normalised(tl.load(x + at, mask=inside, other=0.0), weight, h, eps, 0.0, H, False)
+    normed = normalised(tl.load(x + at, mask=inside, other=0.0), scale, eps, 0.0, H, False)
     by = tl.load(gate + source[:, None] + h[None, :], mask=inside, other=0.0).to(tl.float32)
     product = normed.to(tl.float32) * (by / (1 + tl.exp(-by)))
     tl.store(out + at, product.to(normed.dtype), mask=inside)

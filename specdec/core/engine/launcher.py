@@ -235,10 +235,9 @@ class Launcher:
             self.admit()
         self._begin(pieces)
         beside = (self._packed, self._write_rows) if self._scheduler.admitted else None
-        lines = self.prefills.whole(kind, packed, beside)
+        post = (lambda lines: self.post(finished, lines[: len(finished)])) if finished else None
+        self.prefills.whole(kind, packed, post, beside)
         self._scheduler.admitted = []
-        if finished:
-            self.post(finished, lines[: len(finished)])
 
     def _prefill_in_parts(self, pieces: list[tuple[Request, int]], done: list[int], kind: SamplingKind) -> None:
         """Prefill the target, draw first tokens of the pieces `done`, prefill the draft: a runner each."""

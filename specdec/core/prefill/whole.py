@@ -8,6 +8,7 @@ Requests whose prompt goes on in a next chunk take part as the dummy row where f
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from specdec.core.functional.sampling import SamplingKind
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
 from specdec.graphs.buffers import BufferSpec
-from specdec.graphs.captures import pick_capture
+from specdec.graphs.captures import Capture, pick_capture
 from specdec.graphs.pool import GraphPool
 from specdec.graphs.prefill import PrefillRunner
 from specdec.graphs.runner import GraphRunner, Setup
@@ -58,12 +59,16 @@ class Piece(NamedTuple):
 
 
 class WholeProgram:
-    """The device work of a whole prefill, captured or not. divide: see `Capture`."""
+    """The device work of a whole prefill, captured or not, with the `divide` and `pause` of `capture`.
 
-    def __init__(self, parts: Parts, program: Round, divide: Callable[[], None]):
+    post: takes the results of the next prefill, once, as soon as they are launched; None if nobody wants them.
+    """
+
+    def __init__(self, parts: Parts, program: Round, capture: Capture):
+        self.post: Callable[[torch.Tensor], None] | None = None
         self._parts = parts
         self._round = program
-        self._divide = divide
+        self._capture = capture
         self._divided_at = {len(parts.context.layers) // part for part in PARTS} - {0}
 
     def run(self, variant: str, tokens: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
@@ -87,6 +92,8 @@ class WholeProgram:
         with forward_context(context, metadata, self._before_layer):
             hidden, aux = target.layers(ForwardMode.EXTEND, chunk.ids, metadata.positions)
         packed = self._round.first_tokens(kind, done_rows, target.head(hidden.index_select(0, last_rows)))
+        if worker.prefills or worker.has_begin:
+            self._capture.pause(partial(self.mail, packed))  # the host can read them while the draft takes the prompt
         is_done = done_rows != self._parts.config.dummy_row
         chunk = PrefillChunk(metadata, rows, chunk.ids, _with_first(chunk, is_done, first_tokens(packed)), last_rows)
         states = aux
@@ -97,9 +104,15 @@ class WholeProgram:
             self._round.begin(done_rows, states)
         return packed
 
+    def mail(self, lines: torch.Tensor) -> None:
+        """Post results, if that has not been done."""
+        post, self.post = self.post, None
+        if post is not None:
+            post(lines)
+
     def _before_layer(self, layer_id: int) -> None:
         if layer_id in self._divided_at:
-            self._divide()
+            self._capture.divide()
 
     def _draft(
         self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
@@ -116,6 +129,7 @@ class WholePrefill:
 
     def __init__(self, program: WholeProgram, setup: Setup, dummy_row: int):
         """setup: its buckets are the token counts, its variants what is captured: kinds, alone or with FRESH."""
+        self._program = program
         self._dummy_row = dummy_row
         self._counters = setup.counters
         self._variants = {key: _variant_for(*key, setup.variants) for key in product(SamplingKind, (False, True))}
@@ -149,8 +163,15 @@ class WholePrefill:
             self._counters.count_reject(self.runner.runner.name, decision.reason)
         return decision.ok
 
-    def __call__(self, kind: SamplingKind, pieces: Sequence[Piece], beside: Beside | None = None) -> torch.Tensor:
-        """Prefill `pieces`, which `can_run` has accepted: a line of results each, valid until the next call.
+    def __call__(
+        self,
+        kind: SamplingKind,
+        pieces: Sequence[Piece],
+        post: Callable[[torch.Tensor], None] | None,
+        beside: Beside | None = None,
+    ) -> None:
+        """Prefill `pieces`, which `can_run` has accepted; `post` gets a line of results each, valid until the next call,
+        before the draft has taken their prompts.
 
         Lines of pieces that are not done say nothing. beside: up to ROOM numbers that go along in the copy, and what
         takes them on the device before the prefill begins.
@@ -176,9 +197,9 @@ class WholePrefill:
         there.copy_(host, non_blocking=True)
         if take is not None:
             take(there[behind:].view(others.shape))
-        lines = runner(variant, {"tokens": self._tokens[:size], "requests": self._requests})
+        self._program.post = post
+        self._program.mail(runner(variant, {"tokens": self._tokens[:size], "requests": self._requests}))
         self._host = self._new_host()  # now: the device works
-        return lines[: len(pieces)]
 
     def _new_host(self) -> torch.Tensor:
         return host_zeros(len(self._inputs), self._inputs.device)
@@ -219,7 +240,7 @@ def whole_graphs(
         variants=variants,
         unit="tokens",
     )
-    made = WholePrefill(WholeProgram(parts, program, capture.divide), setup, config.dummy_row)
+    made = WholePrefill(WholeProgram(parts, program, capture), setup, config.dummy_row)
     made.runner.device_bound_from = device_bound_from
     return made
 
