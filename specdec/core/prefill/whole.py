@@ -170,8 +170,8 @@ class WholePrefill:
         post: Callable[[torch.Tensor], None] | None,
         beside: Beside | None = None,
     ) -> None:
-        """Prefill `pieces`, which `can_run` has accepted; `post` gets a line of results each, valid until the next call,
-        before the draft has taken their prompts.
+        """Prefill `pieces`, which `can_run` has accepted; `post` gets a line of results each before the draft has taken
+        their prompts, valid until the next call.
 
         Lines of pieces that are not done say nothing. beside: up to ROOM numbers that go along in the copy, and what
         takes them on the device before the prefill begins.
