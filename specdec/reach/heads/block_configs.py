@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.reach.heads.block import BlockConfig
-from specdec.reach.heads.configs import AUX_LAYERS, is_sound, layer_json, read_layer
+from specdec.reach.heads.configs import AUX_LAYERS, is_sound, layers_json, read_layer
 from specdec.reach.heads.eagle3_configs import proposal_json, with_defaults
 from specdec.reach.heads.files import LM_HEAD, HeadFiles
 
@@ -126,7 +126,7 @@ def dflash_json(c: BlockConfig, num_layers: int | None) -> dict[str, Any]:
     own = {"target_layer_ids": list(c.aux_layers), "mask_token_id": c.mask_token_id, "causal": c.causal}
     return {
         "architectures": ["DFlashDraftModel"],
-        **_layer(c),
+        **layers_json(c.layer, c.num_layers, c.vocab_size),
         "block_size": c.block_size,
         "num_target_layers": num_layers,
         "dflash_config": own,
@@ -140,7 +140,7 @@ def speculators_json(c: BlockConfig, verifier: Mapping[str, Any] | None) -> dict
     return {
         "architectures": ["DSparkDraftModel" if c.predicts_next else "DFlashDraftModel"],
         KIND: kind,
-        "transformer_layer_config": _layer(c),
+        "transformer_layer_config": layers_json(c.layer, c.num_layers, c.vocab_size),
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
         "aux_hidden_state_layer_ids": [i + 1 for i in c.aux_layers],
@@ -149,23 +149,6 @@ def speculators_json(c: BlockConfig, verifier: Mapping[str, Any] | None) -> dict
         "causal": c.causal,
         **_dspark(c),
         "speculators_config": {**proposal_json(verifier), "algorithm": kind},
-    }
-
-
-def _layer(c: BlockConfig) -> dict[str, Any]:
-    """Return the layers' keys."""
-    window = {}
-    if c.layer.window is not None:
-        kinds = ["sliding_attention"] * c.num_layers
-        window = {"sliding_window": c.layer.window, "use_sliding_window": True, "layer_types": kinds}
-    return {
-        "model_type": "qwen3" if c.layer.qk_norm else "llama",
-        "num_hidden_layers": c.num_layers,
-        **layer_json(c.layer),
-        "attention_bias": c.layer.qkv_bias,
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": False,
-        **window,
     }
 
 

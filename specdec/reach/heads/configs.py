@@ -201,3 +201,20 @@ def layer_json(c: LayerConfig) -> dict[str, Any]:
         "rope_theta": c.rope_theta,
         **scaling,
     }
+
+
+def layers_json(c: LayerConfig, num_layers: int, vocab_size: int) -> dict[str, Any]:
+    """Return the layers of a draft as speculators and z-lab have them: with windows, and norms of Q and K."""
+    window: dict[str, Any] = {}
+    if c.window is not None:
+        kinds = ["sliding_attention"] * num_layers
+        window = {"sliding_window": c.window, "use_sliding_window": True, "layer_types": kinds}
+    return {
+        "model_type": "qwen3" if c.qk_norm else "llama",
+        "num_hidden_layers": num_layers,
+        **layer_json(c),
+        "attention_bias": c.qkv_bias,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": False,
+        **window,
+    }

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from specdec.reach.heads.base import LayerConfig
-from specdec.reach.heads.configs import AUX_IDS, AUX_LAYERS, SIZES, is_sound, layer_json, read_layer
+from specdec.reach.heads.configs import AUX_IDS, AUX_LAYERS, SIZES, is_sound, layer_json, layers_json, read_layer
 from specdec.reach.heads.eagle3 import Eagle3Config, default_aux_layers
 from specdec.reach.heads.files import LM_HEAD, HeadFiles
 
@@ -154,21 +154,10 @@ def official_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
 
 def speculators_json(c: Eagle3Config) -> dict[str, Any]:
     """Return config.json of speculators' EAGLE-3 layout, except for `proposal_json`."""
-    layer = {
-        "model_type": "qwen3" if c.layer.qk_norm else "llama",
-        "num_hidden_layers": c.num_layers,
-        **layer_json(c.layer),
-        "attention_bias": c.layer.qkv_bias,
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": False,
-    }
-    if c.layer.window is not None:
-        kinds = ["sliding_attention"] * c.num_layers
-        layer.update(sliding_window=c.layer.window, use_sliding_window=True, layer_types=kinds)
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": layer,
+        "transformer_layer_config": layers_json(c.layer, c.num_layers, c.vocab_size),
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": None if c.target_hidden_size == c.layer.hidden_size else c.target_hidden_size,
         "norm_before_residual": c.norm_before_residual,
