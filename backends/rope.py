@@ -11,9 +11,7 @@ from specdec.backends.linear.reference import rms_norm_twin
 def rope_table(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
     """Return the tables [..., head_dim] for positions [...] int64, computed in fp32."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions.unsqueeze(-1).float() * theta**-exponent
-    angles = torch.cat([angles, angles], -1)
-    return Rope(angles.cos().to(dtype), angles.sin().to(dtype))
+    return Rope(*rope_tables_twin(positions, theta**-exponent, 1.0, True, dtype))
 
 
 def rotate(x: torch.Tensor, rope: AnyRope) -> torch.Tensor:
