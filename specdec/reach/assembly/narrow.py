@@ -17,6 +17,7 @@ from specdec.core.draft.head import DraftHead
 from specdec.core.draft.worker import NarrowHead
 from specdec.core.target import Target
 from specdec.reach.targets.assistant import Assistant
+from specdec.reach.targets.shape import eos_ids_of
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit; of wider types 1e-4
 NUM_STATES = 4  # states that both heads score
@@ -61,20 +62,14 @@ def _told(config: EngineConfig) -> str:
     return f"draft_vocab={wanted}" if isinstance(wanted, int) else f"draft_vocab of {len(wanted)} ids"
 
 
-def _ends(target: Target) -> list[int]:
-    """Return the ids at which the target's texts end, which drafts should be able to propose."""
-    config = getattr(target.model, "generation_config", None)
-    ends = getattr(config, "eos_token_id", None)
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-
-
 def _places(config: EngineConfig, scored: torch.Tensor, target: Target) -> torch.Tensor:
     """Return where in `scored` [n] int64, ascending, the wanted ids are: [dv] int64, ascending."""
     wanted, size = config.draft_vocab, target.spec.vocab_size
     if wanted is None:
         return torch.arange(len(scored), device=scored.device)
     if isinstance(wanted, int):
-        is_wanted = (scored < wanted) | torch.isin(scored, scored.new_tensor(_ends(target)))
+        ends = scored.new_tensor(eos_ids_of(target.model))  # which drafts should be able to propose
+        is_wanted = (scored < wanted) | torch.isin(scored, ends)
     else:
         strange = [i for i in wanted or () if i >= size]
         if strange:

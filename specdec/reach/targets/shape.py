@@ -85,6 +85,12 @@ def _num_picked(config: Any) -> int | None:
     return config.index_topk if getattr(config, "index_topk", None) and hasattr(config, "index_n_heads") else None
 
 
+def eos_ids_of(model: Any) -> list[int]:
+    """Return the ids that end a text by the model's own generation_config, none if it does not say."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
 def vocab_size_of(model: PreTrainedModel) -> int:
     """Return how many tokens a model scores, also where its head has a plain forward over a rank's part of the rows."""
     head = model.get_output_embeddings()

@@ -26,6 +26,7 @@ from specdec.api import attach
 from specdec.core.config import EngineConfig
 from specdec.core.functional.sampling import SamplingParams
 from specdec.reach.heads.load import save_head
+from specdec.reach.targets.shape import eos_ids_of
 from specdec.tools.measure.shapes import acceptance_rates
 
 HF = "transformers"
@@ -74,8 +75,7 @@ class Task:
     @property
     def ends(self) -> list[int]:
         """Ids that end a text; none with random weights."""
-        ids = self.model.generation_config.eos_token_id
-        return list(ids) if isinstance(ids, list | tuple) else ([] if ids is None else [ids])
+        return eos_ids_of(self.model)
 
     def tensor(self, prompt: list[int]) -> torch.Tensor:
         """Return the ids on the target's device: [tokens], int64."""

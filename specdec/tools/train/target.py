@@ -12,7 +12,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from specdec.reach.targets.exclusive import answering
 from specdec.reach.targets.pretrained import load_pretrained
-from specdec.reach.targets.shape import LAST, TargetShape
+from specdec.reach.targets.shape import LAST, TargetShape, eos_ids_of
 from specdec.reach.targets.taps import UNORDERED, Taps, found_layers
 from specdec.tools.train.batches import Batch
 from specdec.tools.train.losses import Goal, OutputHead, RowMath
@@ -52,10 +52,8 @@ def dtype_of(dtype: str, device: str) -> torch.dtype:
 
 def special_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     """Return the ids a hot vocabulary must have: the tokenizer's special tokens and those that end a generation."""
-    ends = model.generation_config.eos_token_id
-    listed = ends if isinstance(ends, list) else [ends]
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    return {i for i in (*tokenizer.all_special_ids, *listed) if i is not None and i < vocab_size}
+    return {i for i in (*tokenizer.all_special_ids, *eos_ids_of(model)) if i is not None and i < vocab_size}
 
 
 class TeacherOutput(NamedTuple):
