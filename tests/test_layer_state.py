@@ -13,6 +13,7 @@ from specdec.core.cache.pool import KVPool, LayerState
 from specdec.core.functional.torch_ops import TORCH_OPS
 from specdec.reach.targets.hf import HFTarget
 from tests.heads import random_draft
+from tests.state_tensors import pool_tensors
 from tests.test_attach import ragged_prompts
 from tests.tiny_models import tiny_model
 
@@ -49,9 +50,6 @@ class LastTokens(LayerState):
             self.kept[rows] = torch.cat([self.kept[rows], path], 1).gather(1, newest)
 
         return commit
-
-    def tensors(self, owner):
-        return {f"{owner} kept": self.kept, f"{owner} tail": self.tail}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
@@ -123,7 +121,7 @@ def test_a_latent_is_stored_once_and_attends_as_k_and_v_do():
     assert torch.equal(latent.v[0], apart.v[0]) and latent.v[0].data_ptr() == latent.k[0].data_ptr()
     assert [p.num_bytes for p in pools] == [64 * 24 * 4, 64 * 40 * 4]
     assert [KVPool.bytes_for([s.shape], 64, torch.float32) for s in (LATENT, APART)] == [p.num_bytes for p in pools]
-    assert list(latent.tensors("target")) == ["target k[0]"]
+    assert list(pool_tensors(latent, "target")) == ["target k[0]"]
 
 
 def test_backends_say_whether_they_take_latents():

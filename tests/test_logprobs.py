@@ -6,6 +6,7 @@ import torch
 import specdec
 from specdec.core.functional.results import append_logprobs, line_width, pack, row_digests, unpack
 from tests.heads import random_draft
+from tests.state_tensors import state_tensors
 from tests.test_attach import ragged_prompts
 from tests.tiny_models import tiny_model
 
@@ -80,7 +81,7 @@ def test_without_the_setting_there_are_none_and_lines_are_short():
     core.mailbox.post = watched
     out = engine.generate(ragged_prompts()[:1], max_new_tokens=9)
     assert out.requests[0].logprobs is None and set(widths) == {1 + 3, 4 + 3}
-    assert not {"logprobs", "digests"} & set(core.state.tensors) and out.requests[0].digests == []
+    assert not {"logprobs", "digests"} & set(state_tensors(core.state)) and out.requests[0].digests == []
     engine.detach()
 
 

@@ -12,6 +12,7 @@ from specdec.reach.targets.hf import HFTarget
 from tests.heads import random_draft
 from tests.laws import assert_own_law
 from tests.recurrent_models import CONFIGS, recurrent_model
+from tests.state_tensors import pool_bytes, pool_tensors
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB
 
@@ -61,7 +62,7 @@ def engine_of(model, draft="eagle", **settings):
     engine = specdec.attach(model, given, algo=algo, **{**defaults, **settings})
     for context in (engine._core.context, engine._core.round.worker.context):
         pool = None if context is None else context.state_pool
-        for tensor in () if pool is None else pool.tensors("").values():
+        for tensor in () if pool is None else pool_tensors(pool, "").values():
             tensor[: engine.config.max_batch] = float("nan")
     return engine
 
@@ -228,7 +229,7 @@ def test_what_is_kept_is_told_and_counted(monkeypatch):
     target.detach()
     engine = engine_of(model, "eagle", **TREE)
     pool = engine._core.context.state_pool
-    assert pool.num_bytes == StatePool.bytes_for(specs, 3, 6, torch.float32)
+    assert pool_bytes(pool) == StatePool.bytes_for(specs, 3, 6, torch.float32)
     assert len(specs) == 6 and target.shape.num_layers == 4
     engine.detach()
     monkeypatch.setattr("specdec.reach.assembly.memory.free_bytes", lambda device: 1 << 10)

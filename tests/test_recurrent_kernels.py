@@ -18,6 +18,7 @@ from specdec.backends.triton.recurrent import scan as scan_kernels
 from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
 from specdec.core.batch import ForwardMode
 from specdec.core.functional.torch_ops import TORCH_OPS
+from tests.state_tensors import pool_bytes, pool_tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"  # the interpreter is slow
@@ -163,7 +164,7 @@ class Session:
 
     def nodes(self, rows, parents, first, num_words=1):
         """New nodes from number `first` on, of trees of these parents; None: chains."""
-        before = {name: t.clone() for name, t in self.pool.tensors("").items() if "state" in name}
+        before = {name: t.clone() for name, t in pool_tensors(self.pool, "").items() if "state" in name}
         tail_len = len(parents)
         q_len = tail_len - first
         paths = [path_to(parents, node) for node in range(tail_len)]
@@ -186,7 +187,7 @@ class Session:
                 if row != DUMMY:
                     self.assert_close(found[i * q_len + node - first], out)
         assert found.isfinite().all()
-        after = self.pool.tensors("")
+        after = pool_tensors(self.pool, "")
         assert all(torch.equal(value, after[name]) or value.isnan().any() for name, value in before.items())
 
     def step(self, rows):
@@ -476,8 +477,8 @@ def test_trees_of_more_than_a_word(kind, ops):
 def test_tensors_are_named_and_counted():
     specs = list(KINDS.values())
     pool = StatePool(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16, DEVICE, TORCH_RECURRENT)
-    assert pool.num_bytes == StatePool.bytes_for(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16)
-    assert {"target state[0]", "target g[0]", "target rates[4]", "target tail[5]"} <= set(pool.tensors("target"))
+    assert pool_bytes(pool) == StatePool.bytes_for(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16)
+    assert {"target state[0]", "target g[0]", "target rates[4]", "target tail[5]"} <= set(pool_tensors(pool, "target"))
     assert pool.commits_chains
 
 

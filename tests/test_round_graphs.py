@@ -19,6 +19,7 @@ from specdec.core.functional.tree import Tree
 from specdec.core.functional.verify import VerifyOutput, impose_acceptance
 from specdec.reach.assembly.memory import check_fits
 from tests.heads import ALGOS, MODULES, random_draft
+from tests.state_tensors import pool_tensors, state_tensors, worker_tensors
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -58,8 +59,8 @@ def model_of(name="llama", seed=0):
 
 def state_of(core):
     """Every tensor that rounds write, by name."""
-    pools = core.context.pool.tensors("target")
-    return {**core.state.tensors, **pools, **core.round.worker.tensors}
+    pools = pool_tensors(core.context.pool, "target")
+    return {**state_tensors(core.state), **pools, **worker_tensors(core.round.worker)}
 
 
 def past_prefill(engine, law, num_rounds=2):
@@ -93,7 +94,7 @@ def outcome(core, call):
     for name, t in state.items():
         t.copy_(before[name])
     dummy = core.config.dummy_row
-    for name in {*core.state.tensors, "logits", "hidden", "last"} & set(after):
+    for name in {*state_tensors(core.state), "logits", "hidden", "last"} & set(after):
         after[name][dummy] = 0  # padding's own
     for name in after:
         if "[" in name:  # a cache: slot 0 is padding's

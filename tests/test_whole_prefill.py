@@ -14,6 +14,7 @@ from specdec.core.prefill.whole import MOST_REQUESTS, WHOLE_SIZES, whole_sizes
 from specdec.core.sampling_params import SamplingKind
 from specdec.graphs import pick_capture
 from tests.heads import MODULES, poison, random_draft
+from tests.state_tensors import worker_tensors
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import ADMITTED, VOCAB, tiny_model
 
@@ -75,7 +76,8 @@ def state_after(engine, prompts, **options):
     rows = [r.row for r in core.scheduler.running]
     worker, state = core.round.worker, core.state
     kept = [state.roots, state.seq_lens, state.remaining]
-    kept += [t for name, t in worker.tensors.items() if t.shape[:1] == (core.config.num_rows,) and "rope" not in name]
+    own = worker_tensors(worker).items()
+    kept += [t for name, t in own if t.shape[:1] == (core.config.num_rows,) and "rope" not in name]
     found = [t[rows].clone() for t in kept]
     if worker.reads_history:
         found += [state.history[row, : len(p) + 1].clone() for row, p in zip(rows, prompts, strict=True)]
@@ -273,7 +275,7 @@ def test_poison_in_slots_and_the_dummy_row_reaches_nobody(backend):
     state_after(engine, prompts)
     poison(engine)
     core = engine._core
-    for tensor in core.round.worker.tensors.values():
+    for tensor in worker_tensors(core.round.worker).values():
         if tensor.shape[:1] == (core.config.num_rows,):
             tensor.fill_(float("nan"))
     found, tokens = state_after(engine, prompts)

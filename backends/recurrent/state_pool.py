@@ -190,15 +190,6 @@ class StatePool(LayerState):
         """See `LayerState`. The pool's own operations commit, not those of the round."""
         return self.ops.folder(self.layers)
 
-    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
-        """See `LayerState`."""
-        return {
-            f"{owner} {name}[{i}]": value
-            for i, layer in enumerate(self.layers)
-            for name, value in layer._asdict().items()
-            if isinstance(value, torch.Tensor)
-        }
-
     @staticmethod
     def bytes_for(
         specs: Sequence[RecurrentSpec], num_rows: int, max_tail: int, dtype: torch.dtype, num_kept: int = 0

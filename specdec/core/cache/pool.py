@@ -39,15 +39,6 @@ class LayerState(ABC):
     def committer(self, ops: CommitOps) -> Commit:
         """Return the function that commits an accepted path, on the device and without a look at it from the host."""
 
-    @abstractmethod
-    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
-        """Return every tensor under a name that begins with `owner`; they stay where they are."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held on the device."""
-        return sum(t.numel() * t.element_size() for t in self.tensors("").values())
-
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -98,18 +89,15 @@ class KVPool(LayerState):
         """Return the function that moves an accepted path's K/V to where a chain's lies."""
         return ops.committer(self) if self.layers else lambda *_: None
 
-    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
-        return {f"{owner} {name}": plane for name, plane in self._named_planes.items()}
-
     @property
     def planes(self) -> list[torch.Tensor]:
         """The tensors that hold memory: K of every layer, then V of those where it is no part of K."""
-        return list(self._named_planes.values())
+        return [*self.k, *(v for v, layer in zip(self.v, self.layers, strict=True) if not layer.v_in_k)]
 
     @property
-    def _named_planes(self) -> dict[str, torch.Tensor]:
-        own_v = {f"v[{i}]": v for i, v in enumerate(self.v) if not self.layers[i].v_in_k}
-        return {**{f"k[{i}]": k for i, k in enumerate(self.k)}, **own_v}
+    def num_bytes(self) -> int:
+        """Bytes held on the device."""
+        return sum(plane.numel() * plane.element_size() for plane in self.planes)
 
     @staticmethod
     def bytes_for(layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype) -> int:

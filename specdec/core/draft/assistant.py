@@ -119,10 +119,6 @@ class AssistantWorker(SteppingWorker):
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         return self.assistant.head(states) if self.narrow is None else self.narrow(states)
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return super().tensors | {"features": self.features}
-
     def _at_root(self, batch: RoundBatch, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Run a step of ids [bs*n] beside states [bs*n, h]: n requests of one query each for one of the batch.
 

@@ -86,11 +86,6 @@ class SteppingWorker(DraftModelWorker):
         last = verified.accept_lens.unsqueeze(1) - 1
         self.keep(batch.rows, self.ops.gather_rows(states, last).squeeze(1))
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        own = {"logits": self.logits} if self.hidden is None else {"logits": self.logits, "hidden": self.hidden}
-        return super().tensors | own
-
     def forward(
         self,
         batch: RoundBatch,

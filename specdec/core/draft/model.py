@@ -75,12 +75,6 @@ class DraftModelWorker(DraftWorker):
         """Logits [T, dv] over `hot_ids` of states [T, h_d]."""
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        states = self.context.states if self.context.stores else ()
-        cache = {name: t for state in states for name, t in state.tensors("cache").items()}
-        return {"hot_ids": self.hot_ids, **cache}
-
-    @property
     def facts(self) -> dict[str, Any]:
         return {
             "algo": self.spec.name,

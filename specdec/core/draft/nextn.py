@@ -59,10 +59,6 @@ class ModulesWorker(HeadWorker):
         self.last[batch.rows] = torch.stack(ends, 1)
         self.keep(batch.rows, ends[0])
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {**super().tensors, "last": self.last}
-
 
 class ModuleSteps(Steps):
     """Step j runs module j over the nodes of all steps so far, while there are modules."""

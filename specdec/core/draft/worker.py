@@ -185,11 +185,6 @@ class DraftWorker(ABC):
         return None
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, what rounds write besides their arguments; it stays where it is."""
-        return {}
-
-    @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Return what `Engine.report()` says of this worker."""

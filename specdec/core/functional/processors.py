@@ -6,7 +6,7 @@ the device; the specification that `backends.triton.sampling.processors` is comp
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -132,11 +132,6 @@ class ProcessorState:
         self.biases[row, : tokens.numel()] = floats[3:]
         self.bad_words[row, : len(words)] = bad_words.view(len(words), MAX_CONTEXT + 1)
         self.history[row, : prompt.numel()] = prompt
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All of it by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "used"}
 
 
 def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state: ProcessorState) -> Tensor:

@@ -1,6 +1,6 @@
 """Device state of running requests, by row."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -71,10 +71,3 @@ class EngineState:
     def num_admitted(self) -> int:
         """Numbers that a row has in `columns`."""
         return sum(column[0].numel() for column in self.columns)
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All of it by name."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sampling", "processors")}
-        own = {name: tensor for name, tensor in own.items() if tensor is not None}
-        return {**own, "sampling": self.sampling.bits.T, **self.processors.tensors}
