@@ -89,7 +89,7 @@ def agree(head: DraftHead, reference: lm.Reference, features: torch.Tensor, fuse
     for step in range(STEPS + 1):
         expected, logits = reference(embeds[: ROWS + step], rows)
         torch.testing.assert_close(states, expected[-len(states) :], atol=2e-5, rtol=2e-5)
-        got = head.logits(states, model.get_output_embeddings())
+        got = head.project(head.normed(states), model.get_output_embeddings())
         torch.testing.assert_close(got, logits[-len(states) :], atol=5e-5, rtol=5e-5)
         if step < STEPS:
             rows = torch.cat([rows, expected[-1:]])

@@ -172,7 +172,7 @@ class FromScratch:
         for i in range(modules, len(path)):
             ids = torch.tensor([path[i]], device=DEVICE)
             states = self.run(ids, states[-1:], len(known) - 1 + i, modules)
-        return head.logits(states[-1:], self.model.get_output_embeddings(), modules)[-1]
+        return head.project(head.normed(states[-1:], modules), self.model.get_output_embeddings())[-1]
 
     def features(self, ids):
         out = self.model.model(ids.unsqueeze(0), output_hidden_states=True)

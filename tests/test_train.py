@@ -6,7 +6,6 @@ import math
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -154,7 +153,10 @@ def test_unrolling_equals_the_draft_chain_of_inference(target: LlamaForCausalLM,
     tokens = torch.randint(3, 96, (2, 12 + STEPS), generator=torch.Generator().manual_seed(5))
     batch = Batch(tokens, NONE, NONE, NONE, 12, 24)
     aux = Teacher(target, head.aux_layers).read(batch).features
-    score = partial(head.logits, target_head=target.lm_head)
+
+    def score(state: torch.Tensor) -> torch.Tensor:
+        return head.project(head.normed(state), target.lm_head)
+
     unrolled = [score(state) for state in unroll(head, embed, tokens, aux, STEPS)]
     for b in range(2):
         row_by_row = Incremental(head, embed)
@@ -495,7 +497,7 @@ def test_export_comes_back_with_the_same_logits(target: LlamaForCausalLM, tmp_pa
     embed = target.get_input_embeddings()
     pairs = zip(unroll(head, embed, tokens, aux, STEPS), unroll(back, embed, tokens, aux, STEPS), strict=True)
     for ours, theirs in pairs:
-        assert torch.equal(head.logits(ours), back.logits(theirs))
+        assert torch.equal(head.project(head.normed(ours)), back.project(back.normed(theirs)))
     assert torch.equal(head.d2t, back.d2t) and back.config == head.config
 
 

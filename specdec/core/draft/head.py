@@ -77,19 +77,10 @@ class DraftHead(nn.Module, ABC):
     def normed(self, state: torch.Tensor, module: int = 0) -> torch.Tensor:
         """Return the output head's input, from the layers' states [..., h_d]."""
 
-    def logits(
-        self,
-        state: torch.Tensor,
-        target_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        module: int = 0,
-    ) -> torch.Tensor:
-        """Map states [N, h_d] to logits [N, dv], with its own output head or else `target_head`."""
-        return self.project(self.normed(state, module), target_head)
-
     def project(
         self, normed: torch.Tensor, target_head: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Map the output head's input [N, h_d] to logits [N, dv]; see `logits`."""
+        """Map the output head's input [N, h_d] to logits [N, dv], with its own output head or else `target_head`."""
         score: Callable[[torch.Tensor], torch.Tensor] | None = self.lm_head or target_head
         assert score is not None, f"a head of {self.algo!r} without an output head needs the target's"
         return score(normed)
