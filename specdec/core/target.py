@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from specdec.backends.base import LayerSpec
 from specdec.backends.op import ForwardContext
-from specdec.backends.recurrent.state_pool import RecurrentOps, RecurrentSpec
+from specdec.backends.recurrent.state_pool import RecurrentSpec
 from specdec.core.batch import AttentionMetadata, ForwardMode
-from specdec.core.cache.pool import LayerState
 
 if TYPE_CHECKING:
     from specdec.core.text.embedded import EmbeddedChunk, EmbeddedPrompt
@@ -28,27 +26,20 @@ class TargetOutput(NamedTuple):
 
 
 class TargetSpec(Protocol):
-    """Sizes of a target. layers, sinks ([Hq] or None): by attention layer; recurrent: by recurrent layer."""
+    """Sizes of a target. recurrent: by recurrent layer."""
 
-    @property
-    def layers(self) -> Sequence[LayerSpec]: ...
-    @property
-    def sinks(self) -> Sequence[torch.Tensor | None]: ...
     @property
     def recurrent(self) -> Sequence[RecurrentSpec]: ...
     @property
     def hidden_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def max_positions(self) -> int: ...
 
 
 class ReadsImages(Protocol):
     """How a target reads prompts with images; see `targets.images.Images`."""
 
     names: frozenset[str]
-    moves_positions: bool
 
     def embed(self, inputs: Mapping[str, Any], wants_keys: bool) -> "list[EmbeddedPrompt | None]": ...
 
@@ -86,10 +77,6 @@ class Target(Protocol):
     def embed_tokens(self) -> nn.Module: ...
     @property
     def shape(self) -> Any: ...
-
-    def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps, num_kept: int) -> tuple[LayerState, ...]:
-        """Make the state by row of recurrent layers, if there are any, and room for `num_kept` snapshots; max_tail:
-        nodes a row runs in a round."""
 
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
         """Run layers and head on packed input_ids [T] int64, in the context of `metadata`."""

@@ -49,12 +49,7 @@ class CompiledGrammar(Protocol):
 
 
 class Compiler(Protocol):
-    """Compiles grammars for one vocabulary and keeps them by their text. Threads may share it.
-
-    name: of the library.
-    """
-
-    name: str
+    """Compiles grammars for one vocabulary and keeps them by their text. Threads may share it."""
 
     @property
     def eos_ids(self) -> Set[int]:

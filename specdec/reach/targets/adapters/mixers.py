@@ -43,11 +43,6 @@ class Mixer:
     calls: tuple[PrimitiveCall, ...]
     methods: Mapping[str, MethodType]
 
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Ids of all calls of a forward, by primitive."""
-        return tuple(i for call in self.calls for i in call.turns.layer_ids)
-
 
 class Mixers:
     """The mixers of `model` in the order of its modules; ids count their primitives, until they are renumbered.
