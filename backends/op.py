@@ -27,11 +27,9 @@ class AttentionScope(Protocol):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None
     ) -> torch.Tensor:
         """See `attention`."""
-        ...
 
     def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None) -> None:
         """See `store`."""
-        ...
 
 
 @dataclass(frozen=True)

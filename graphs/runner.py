@@ -18,7 +18,7 @@ from specdec.graphs.buffers import BufferSpec, StaticBuffers
 from specdec.graphs.captures import Capture, Graph
 from specdec.graphs.counters import Counters, PathCounters
 from specdec.graphs.once import equal_parts_once
-from specdec.graphs.shapes import Decision, ShapeKey, bucket_for
+from specdec.graphs.shapes import Decision, ShapeKey
 
 
 class Phase(Enum):
@@ -134,7 +134,7 @@ class GraphRunner:
             return Decision(True)
         if self.phase is not Phase.SEALED:
             return Decision(False, "its graphs are not made yet: build() makes them")
-        bucket = bucket_for(size, self.buckets)
+        bucket = next((b for b in self.buckets if b >= size), None)
         if bucket is None:
             return Decision(False, "the batch is larger than the largest bucket")
         return Decision(False, self.failures.get(self._key(bucket, variant), f"variant '{variant}' was not captured"))

@@ -73,8 +73,3 @@ def clamped(wanted: Sequence[int], most: int) -> tuple[int, ...]:
     if not wanted or min(*wanted, most) < 1:
         raise ValueError(f"buckets {wanted!r}, {most} at most: expected sizes of at least 1")
     return tuple(sorted({min(n, most) for n in wanted}))
-
-
-def bucket_for(size: int, buckets: Sequence[int]) -> int | None:
-    """Return the smallest of `buckets` (ascending) that holds `size`; None if none does."""
-    return next((b for b in buckets if b >= size), None)

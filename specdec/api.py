@@ -19,7 +19,6 @@ from specdec.backends.registry import takes_latents
 from specdec.core.batch import on_device, refuse_autocast
 from specdec.core.config import EngineConfig
 from specdec.core.engine.admission import compile_grammar, make_requests
-from specdec.core.engine.calls import Call
 from specdec.core.engine.core import DETACHED, Core
 from specdec.core.engine.driver import Driver
 from specdec.core.engine.finished import output_of
@@ -126,7 +125,7 @@ def engine_of(model: nn.Module) -> "Engine | None":
 
 def _join(ranks: Ranks, comm: Communicator) -> None:
     """Let each know of the other: a collective ends where a rank is gone."""
-    comm.wait, ranks.on_lost = ranks.wait_for_collective, comm.give_up
+    comm.wait, ranks.on_lost = partial(ranks.wait, what="a collective"), comm.give_up
 
 
 class Engine:
@@ -210,7 +209,7 @@ class Engine:
     async def agenerate(self, prompts: Any, **options: Any) -> GenerationOutput:
         """Do what `generate` does without blocking the event loop; cancelling the task frees rows and pages."""
         requests, start = await asyncio.to_thread(self._requests, prompts, **options), time.perf_counter()
-        async with aclosing(self._arun(self._attached().call(requests, wants_tokens=False))) as run:
+        async with aclosing(self._driven().run(self._attached().call(requests, wants_tokens=False))) as run:
             async for finished in run:
                 for request in finished:
                     request.decode()
@@ -384,14 +383,10 @@ class Engine:
         return output_of(requests, time.perf_counter() - start).requests[0]
 
     async def _astream(self, requests: list[Request]) -> AsyncGenerator[str, None]:
-        async with aclosing(self._arun(self._attached().call(requests))) as run:
+        async with aclosing(self._driven().run(self._attached().call(requests))) as run:
             async for _ in run:
                 if text := requests[0].read():
                     yield text
-
-    def _arun(self, call: Call) -> AsyncGenerator[list[Request], None]:
-        """As `_run`, in asyncio."""
-        return self._driven().run(call)
 
     def _driven(self) -> Driver:
         if self._driver is None:

@@ -22,7 +22,6 @@ class CommitOps(Protocol):
     @property
     def committer(self) -> Callable[[Any], Commit]:
         """Make the commit of a KV pool."""
-        ...
 
 
 class LayerState(ABC):

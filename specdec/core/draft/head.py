@@ -130,15 +130,12 @@ class Markov(Protocol):
 
     def after(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return vectors [..., r] of tokens [...] int64 that precede the rows of normed states [..., h_d]."""
-        ...
 
     def rows(self, places: torch.Tensor) -> torch.Tensor:
         """Return the rows [..., r] of scored tokens, by their places [...] in the head's vocabulary."""
-        ...
 
     def bias(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return what vectors [n, r] add to logits [n, dv]."""
-        ...
 
 
 class BlockDraftHead(DraftHead):

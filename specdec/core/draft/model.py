@@ -23,11 +23,9 @@ class Compiled(Protocol):
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Do what the live method does that was traced."""
-        ...
 
     def release(self) -> None:
         """Give joined weights their own storage again."""
-        ...
 
 
 class DraftModelWorker(DraftWorker):

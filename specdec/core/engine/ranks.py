@@ -146,10 +146,6 @@ class Ranks:
                 raise self._lose(f"{what}: nothing came back for {self._timeout_s:g} s; {self._told_of_absent()}")
             time.sleep(SPIN_S)
 
-    def wait_for_collective(self, is_done: Callable[[], bool]) -> None:
-        """As `wait`, for `Communicator.wait`."""
-        self.wait(is_done, "a collective")
-
     def explain(self, error: BaseException, what: str) -> RankError:
         """Return the RankError for a collective that failed with `error`, once it is known whose fault it is."""
         end = time.monotonic() + LATE_S + BEAT_S

@@ -54,18 +54,15 @@ class MarkovHead(nn.Module):
             self.gate_proj = nn.Linear(c.layer.hidden_size + c.markov_rank, c.markov_rank)
 
     def after(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return vectors [..., r] of tokens [...] int64 that precede the rows of normed states [..., h_d]."""
         vectors = self.markov_w1(tokens)
         if hasattr(self, "gate_proj"):
             vectors = torch.sigmoid(self.gate_proj(torch.cat([states, vectors], -1))) * vectors
         return vectors
 
     def rows(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the rows [..., r] of scored tokens, by their places [...] in the head's vocabulary."""
         return self.markov_w2.weight[places]
 
     def bias(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return what vectors [n, r] add to logits [n, dv]."""
         return self.markov_w2(vectors)
 
 

@@ -255,10 +255,6 @@ class HFTarget:
         if count > self.spec.max_positions:
             self._last_position = self.spec.max_positions - 1
 
-    def use_compiled(self, traced: "Traced", for_prefills: bool) -> None:
-        """Run `traced` in place of the live layers, in prefills or in rounds."""
-        self.compiled[for_prefills] = traced
-
     @property
     def parts(self) -> list[tuple[str, torch.Tensor]]:
         """Weights, by name, that ranks share by heads: each has copies of its part, so they must not be written."""

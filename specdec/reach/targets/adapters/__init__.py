@@ -21,7 +21,6 @@ class Adapter(Protocol):
 
     def routed(self) -> AbstractContextManager[None]:
         """Run those parts by our ops within the context; contexts may nest."""
-        ...
 
 
 ADAPTERS: tuple[Callable[[Any], Adapter], ...] = (Attention, Experts, Mxfp4, Quantised, Ropes, Mixers, Warnings)

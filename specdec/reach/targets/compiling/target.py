@@ -74,7 +74,7 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
         with nullcontext() if target.lora is None else target.lora.traced():
             traced = trace_checked(_subject(target, config), config, target.device)
         for for_prefills in [True] * is_piecewise + [False] * (not why):  # one trace serves both
-            target.use_compiled(traced, for_prefills)
+            target.compiled[for_prefills] = traced
         return [traced]
 
     name, is_wanted = type(target.model).__name__, config.prefill_graph == "piecewise"
