@@ -26,12 +26,8 @@ from specdec.reach.targets.compiling.matching import (
 SCAN = torch.ops.specdec.scan.default
 
 
-def share_keys(graph: fx.GraphModule) -> int:
-    """Give scans queries and keys as they are before transformers repeats them (until 5.22), in place.
-
-    Returns the number of scans rewritten.
-    """
-    num_rewritten = 0
+def share_keys(graph: fx.GraphModule) -> None:
+    """Give scans queries and keys as they are before transformers repeats them (until 5.22), in place."""
     for node in [n for n in graph.graph.nodes if is_function(n, SCAN)]:
         whole = [_unrepeated(x) for x in node.args[:2]]
         if None in whole or value(whole[0]).shape != value(whole[1]).shape:
@@ -40,17 +36,13 @@ def share_keys(graph: fx.GraphModule) -> int:
             old = node.args[i]
             node.update_arg(i, _first(graph.graph, source, old))
             erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
-        num_rewritten += 1
-    return num_rewritten
 
 
-def take_over_delta_gates(graph: fx.GraphModule) -> int:
+def take_over_delta_gates(graph: fx.GraphModule) -> None:
     """Let scans take their decays and strengths from `specdec::delta_gates`, in place.
 
     Recognised are g = -exp(A_log) * softplus(a + dt_bias) in fp32 and beta = sigmoid(b), as Qwen's hybrids have them.
-    Returns the number of scans rewritten.
     """
-    num_rewritten = 0
     for node in [n for n in graph.graph.nodes if is_function(n, SCAN) and len(n.args) > 5]:
         decay, strength = node.args[4:6]
         a, b = _decay(uncast(decay)), _strength(uncast(strength))
@@ -64,8 +56,6 @@ def take_over_delta_gates(graph: fx.GraphModule) -> int:
             new.meta = dict(old.meta)
             node.update_arg(4 + i, new)
             erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
-        num_rewritten += 1
-    return num_rewritten
 
 
 def _first(graph: fx.Graph, source: fx.Node, before: fx.Node) -> fx.Node:

@@ -112,12 +112,8 @@ def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
     return (scores, k) if is_last and given["largest"] else None
 
 
-def hand_over_sums(graph: fx.GraphModule) -> int:
-    """Let every `add_rms_norm` of what experts give be `specdec::experts_rms_norm`, which adds that up; in place.
-
-    Returns the number of norms rewritten.
-    """
-    num_rewritten = 0
+def hand_over_sums(graph: fx.GraphModule) -> None:
+    """Let every `add_rms_norm` of what experts give be `specdec::experts_rms_norm`, which adds that up; in place."""
     for node in [n for n in graph.graph.nodes if is_function(n, ADD_RMS_NORM)]:
         for x, residual in (node.args[:2], node.args[1::-1]):
             parts = {node}
@@ -125,9 +121,7 @@ def hand_over_sums(graph: fx.GraphModule) -> int:
             if given is not None:
                 op = torch.ops.specdec.experts_rms_norm.default
                 replace(graph.graph, op, (*given, residual, *node.args[2:]), node, parts)
-                num_rewritten += 1
                 break
-    return num_rewritten
 
 
 def _experts(x: Any, residual: Any, parts: set[fx.Node]) -> tuple[Any, ...] | None:
