@@ -26,6 +26,7 @@ from specdec.core.engine.turns import Turns
 from specdec.core.errors import DetachedError, GraphError
 from specdec.core.functional.results import line_width
 from specdec.core.round.parts import Parts
+from specdec.graphs.runner import GraphRunner
 
 DETACHED = "this engine was detached from its model; call specdec.attach() for a new one"
 
@@ -59,8 +60,12 @@ class Core:
         self.calls = Calls()
         core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by some later collection
         self.turns = Turns(lambda error: core()._repair(error))  # type: ignore[union-attr]
-        runners = (*self.prefill.runners, *self.graphs.runners.values())
-        self.models.share(self.turns, is_baked=any(runner.captured for runner in runners))
+        self.models.share(self.turns, is_baked=any(runner.captured for runner in self.runners))
+
+    @property
+    def runners(self) -> list[GraphRunner]:
+        """All that replay graphs, those of prefills first."""
+        return [*self.prefill.runners, *self.graphs.runners.values()]
 
     def submit(self, requests: Sequence[Request], steps_next: bool = False, looks: bool = True) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError for a change of the

@@ -18,7 +18,7 @@ class RankedCore(Core):
         self._is_to_forget = False
         super().__init__(parts)
         self.mailbox.wait = lambda event: ranks.wait(event.query, "a round")
-        agree_on_graphs(ranks, [*self.prefill.runners, *self.graphs.runners.values()])
+        agree_on_graphs(ranks, self.runners)
 
     def submit(self, requests: Sequence[Request], steps_next: bool = False, looks: bool = True) -> None:
         """As `Core.submit`, if all ranks submit the same; seeds are rank 0's. ValueError if not."""

@@ -12,7 +12,6 @@ import torch
 from specdec.backends.op import ForwardContext, forward_context
 from specdec.core.batch import AttentionMetadata
 from specdec.core.config import EngineConfig
-from specdec.core.outputs import GraphCost
 from specdec.core.prefill.program import PrefillProgram, Programs
 from specdec.core.prefill.whole import whole_graphs
 from specdec.core.round.parts import Parts
@@ -129,11 +128,6 @@ class PrefillGraphs:
         """Graph runners of the target and of the draft, and of both in one."""
         whole = [] if self.whole is None else [self.whole.runner]
         return [r.runner for r in (self.target_runner, *self.draft_runners, *whole)]
-
-    @property
-    def costs(self) -> list[GraphCost]:
-        """Time and memory that each graph took to capture, runner by runner in the order of capture."""
-        return [cost for runner in self.runners for cost in runner.costs]
 
     def plan_warm_ups(self) -> None:
         """Plan a few tokens of the dummy row, which warm-ups attend at every break, so that kernels are compiled."""

@@ -8,7 +8,6 @@ import torch
 
 from specdec.core.config import EngineConfig, Shape
 from specdec.core.functional.sampling import SamplingKind
-from specdec.core.outputs import GraphCost
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
 from specdec.graphs.buffers import BufferSpec
@@ -104,11 +103,6 @@ class RoundGraphs:
         captured = [SamplingKind(k) for k in self._config.graph_kinds if not self.capture.refusal]
         alike = (k for k in captured if k.is_constrained == kind.is_constrained)
         return next((k for k in alike if k.serves(kind)), kind)
-
-    @property
-    def costs(self) -> list[GraphCost]:
-        """Time and memory that each graph took to capture, runner by runner in the order of capture."""
-        return [cost for runner in self.runners.values() for cost in runner.costs]
 
 
 def runner_name(shape: Shape, config: EngineConfig) -> str:

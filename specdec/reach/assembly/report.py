@@ -35,7 +35,7 @@ def report_of(core: Core, backend_reason: str, bits: str) -> Report:
         compiled=core.models.how_compiled,
         bits=bits,
         experts={} if verify is None else verify.facts,
-        graphs=core.prefill.costs + core.graphs.costs,
+        graphs=[cost for runner in core.runners for cost in runner.costs],
         runners={n: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)} for n, c in runners},
         paths={
             mode.name: {"replays": c.replays, "eager": c.eager, "attention": core.served_by(mode)}
