@@ -7,7 +7,7 @@ Ids past the last expert are one more expert, of no features: its products are z
 a row's bits depend on neither its tile nor the other rows.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, follows_early
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
+from specdec.backends.triton.linear.tiles import Tile
 
 SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
 FEW = 64  # of them, a power of two, too
@@ -157,36 +158,26 @@ def _grouped_linear_kernel(
             tl.store(at, gated(gate, up, ACTIVATION), mask=is_row & (half < N // 2))
 
 
-class ExpertTiling(NamedTuple):
-    """Rows, columns and features of a tile; warps of a program, and tiles that it loads ahead."""
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
-
-
 def is_scanned(num_rows: int, num_experts: int) -> bool:
     """Return whether programs find the rows of their experts by themselves."""
     return num_rows <= min(SCANNED, SCANNED_AN_EXPERT * num_experts)
 
 
-def tiling(num_rows: int, num_experts: int, K: int, itemsize: int, shared: int) -> ExpertTiling:
+def tiling(num_rows: int, num_experts: int, K: int, itemsize: int, shared: int) -> Tile:
     """Return the tile for `num_rows` rows of all experts together, of K elements of `itemsize` bytes.
 
     Few rows: narrow tiles, so that many programs read weights at once, where a program has much to read. Many: a tile
     that reuses what it has loaded, as far ahead as `shared` memory has bytes for.
     """
     if itemsize > 2:  # its parts take registers: larger tiles would not fit them
-        return ExpertTiling(16, 64, 32, 4, 4) if is_scanned(num_rows, num_experts) else ExpertTiling(32, 128, 32, 4, 3)
+        return Tile(16, 64, 32, 4, 4) if is_scanned(num_rows, num_experts) else Tile(32, 128, 32, 4, 3)
     if is_scanned(num_rows, num_experts):
         is_short = num_rows <= FEW and (num_rows > 16 or K <= 1024)
-        return ExpertTiling(16, 64, 128, 4, 3) if is_short else ExpertTiling(16, 32, 128, 4, 4)
+        return Tile(16, 64, 128, 4, 3) if is_short else Tile(16, 32, 128, 4, 4)
     if num_rows < 32 * num_experts:
-        return ExpertTiling(32, 64, 64, 4, 4)
+        return Tile(32, 64, 64, 4, 4)
     loaded = (128 + 256) * 64 * itemsize
-    return ExpertTiling(128, 256, 64, 8, max(min(shared // loaded, 4), 1))
+    return Tile(128, 256, 64, 8, max(min(shared // loaded, 4), 1))
 
 
 def grouped_linear(
