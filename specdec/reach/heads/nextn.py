@@ -22,6 +22,7 @@ from specdec.reach.heads.base import OutputHead
 from specdec.reach.targets.adapters.experts import Experts
 from specdec.reach.targets.admission.recording import attention_spec
 from specdec.reach.targets.shape import LAST, vocab_size_of
+from specdec.reach.targets.taps import hidden_of
 
 IMPLEMENTATION = "specdec_head"  # attention of a head's layers: calls what its attention module was handed
 
@@ -147,7 +148,7 @@ class NextNHead(RecyclingHead):
             )
         finally:
             del attention.specdec_attend
-        return (out[0] if isinstance(out, tuple) else out).reshape(shape)
+        return hidden_of(out).reshape(shape)
 
     @torch.no_grad()
     def _probe(self) -> list[tuple[LayerSpec, torch.Tensor | None]]:

@@ -17,6 +17,7 @@ from specdec.backends.comm import all_reduce
 from specdec.reach.parallel.styles import Forward, Share, is_summed, part_forward
 from specdec.reach.parallel.trials import Changes, any_rank, hidden_states, is_same
 from specdec.reach.targets.adapters.experts import Experts
+from specdec.reach.targets.taps import hidden_of
 
 SCALE = -2.0  # of parts, when it is asked whether a block is linear in them: exact, and of the other sign
 UNDERFLOWS = {torch.float16: 0.05}  # share of elements that may differ all the same: products below 6e-5 lose bits
@@ -57,10 +58,10 @@ def _parts(block: nn.Module, size: int) -> dict[nn.Module, Forward]:
 def _defer(block: nn.Module, hidden_size: int, share: Share, trial: Changes) -> None:
     """Let `block` sum its output alone, if it gives what it gave before."""
     x = hidden_states(hidden_size, _row_weights(block)[0])
-    before, parts = _hidden(block(x)), _parts(block, share.size)
+    before, parts = hidden_of(block(x)), _parts(block, share.size)
     for module, part in parts.items():
         trial.replace_forward(module, part)
-    own = _hidden(block(x))  # this rank's part of it
+    own = hidden_of(block(x))  # this rank's part of it
     is_linear = _is_linear(block, parts, x, own)
     total = all_reduce(own, share.group)  # on all ranks, whatever one finds
     trial.replace_forward(block, partial(_summed_once, block.forward, share.group))
@@ -78,7 +79,7 @@ def _is_linear(block: nn.Module, parts: dict[nn.Module, Forward], x: torch.Tenso
     for module, part in parts.items():
         scaled.replace_forward(module, partial(_scaled, part))
     try:
-        differing = (_hidden(block(x)) != SCALE * own).float().mean()
+        differing = (hidden_of(block(x)) != SCALE * own).float().mean()
         return bool(differing <= UNDERFLOWS.get(own.dtype, 0.0))
     finally:
         scaled.restore()
@@ -86,11 +87,6 @@ def _is_linear(block: nn.Module, parts: dict[nn.Module, Forward], x: torch.Tenso
 
 def _scaled(part: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
     return SCALE * part(*args, **kwargs)
-
-
-def _hidden(output: Any) -> torch.Tensor:
-    """Return the hidden states of a block's output, which may be the first of several."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _summed_once(original: Forward, group: str, hidden_states: torch.Tensor) -> Any:

@@ -26,7 +26,7 @@ def found_layers(stack: nn.Module, num_layers: int, width: int) -> Iterator[list
     count = iter(range(1 << 30))
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = _hidden(output)
+        hidden = hidden_of(output)
         is_hidden = isinstance(hidden, torch.Tensor) and hidden.dim() == 3 and hidden.shape[2] == width
         ran.setdefault(module, []).append(next(count) if is_hidden else -1)
 
@@ -43,8 +43,8 @@ def found_layers(stack: nn.Module, num_layers: int, width: int) -> Iterator[list
             found.extend(layers)
 
 
-def _hidden(output: Any) -> Any:
-    """Return the hidden states among what a layer returns: it, or the first of several."""
+def hidden_of(output: Any) -> Any:
+    """Return the hidden states among what a module returns: it, or the first of several."""
     return output[0] if isinstance(output, tuple | list) else output
 
 
@@ -67,7 +67,7 @@ class Taps:
                 handle.remove()
 
     def _keep(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        self._kept[index] = _hidden(output)
+        self._kept[index] = hidden_of(output)
 
     def take(self) -> torch.Tensor:
         """Return the outputs of a forward side by side, [B, T, num_layers*h], and forget them."""
