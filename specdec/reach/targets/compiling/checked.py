@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from specdec.backends.differences import bound, distance
-from specdec.backends.linear import KERNEL_DTYPES
+from specdec.backends.linear import has_kernels
 from specdec.backends.registry import compiling_kernels
 from specdec.core.config import EngineConfig
 from specdec.core.errors import GraphError
@@ -155,7 +155,7 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
                 largest=subject.largest,
                 layers=layers,
                 numbers=subject.numbers,
-                rewrite=partial(rewrite, is_ours=_has_kernels(expected[0].outputs[0]) or config.compiler == "eager"),
+                rewrite=partial(rewrite, is_ours=has_kernels(expected[0].outputs[0]) or config.compiler == "eager"),
                 progress=lambda: bar.update() and None,
             )
             undo.callback(traced.release)
@@ -199,11 +199,6 @@ def _compile_kernels(traced: "Traced", expected: Sequence[Expected]) -> None:
         with within, equal_parts_once(), echoing(), suppress(Exception):
             for each in expected:
                 traced(*each.batches[0])
-
-
-def _has_kernels(hidden: torch.Tensor) -> bool:
-    """Return whether products and norms of tensors like `hidden` have kernels of ours."""
-    return hidden.is_cuda and hidden.dtype in KERNEL_DTYPES
 
 
 def _compare(traced: "Traced", expected: Expected, subject: Subject) -> None:
