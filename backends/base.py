@@ -219,7 +219,7 @@ class AttentionBackend(ABC):
 
     def _check(self, call: AttentionCall) -> None:
         if (id(call.pool), call.layer_id) not in self._known or self._debug:
-            check_call(call)
+            check_call(call, self.planned.positions.shape[0])
             self._known.add((id(call.pool), call.layer_id))
         if self._unchecked is not None:
             check_indices(self._unchecked, num_slots=call.pool.num_slots)

@@ -47,9 +47,12 @@ def check_shapes(m: AttentionMetadata) -> None:
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: expected {dtype} on {m.prefix_lens.device}")
 
 
-def check_call(call: Any) -> None:
-    """Raise ValueError for an AttentionCall whose tensors are not what its layer and pool take."""
+def check_call(call: Any, num_tokens: int) -> None:
+    """Raise ValueError for an AttentionCall whose tensors are not what its layer, its pool and a plan of `num_tokens`
+    take: kernels would read and write past the plan's end."""
     layer, like = call.layer, call.pool.k[call.layer_id]
+    if call.q.shape[0] != num_tokens:
+        raise ValueError(f"q of layer {call.layer_id} has {call.q.shape[0]} tokens, the forward's plan {num_tokens}")
     heads = {"q": (layer.num_heads, layer.qk_dim), "k": (layer.num_kv_heads, layer.qk_dim)}
     heads |= {"v": (layer.num_kv_heads, layer.v_dim), "out": (layer.num_heads, layer.v_dim)}
     for name, expected in heads.items():

@@ -58,20 +58,25 @@ class StaticBuffers:
 
         Inputs may be in pinned host memory.
         """
+        for name, value in self.check(inputs, num).items():
+            if value.data_ptr() != self.tensors[name].data_ptr():
+                self._rows(name, 0, num).copy_(value, non_blocking=True)
+            if num < size and self.specs[name].axis is not None:
+                self._rows(name, num, size).fill_(self.specs[name].pad)
+
+    def check(self, inputs: Mapping[str, torch.Tensor | None], num: int) -> dict[str, torch.Tensor]:
+        """Return the inputs of a batch of `num`, without those that are None; ValueError for wrong names or shapes."""
         given = {name: value for name, value in inputs.items() if value is not None}
         if given.keys() != self.specs.keys():
             raise ValueError(f"a batch gives inputs {sorted(given)}: expected {sorted(self.specs)}")
         for name, spec in self.specs.items():
-            buffer, value = self.tensors[name], given[name]
+            value = given[name]
             if value.shape != torch.Size(spec.shape(num)) or value.dtype != spec.dtype:
                 raise ValueError(
                     f"input {name!r} is {value.dtype} of shape {tuple(value.shape)}: expected {spec.dtype} of shape "
                     f"{spec.shape(num)} for a size of {num}"
                 )
-            if value.data_ptr() != buffer.data_ptr():
-                self._rows(name, 0, num).copy_(value, non_blocking=True)
-            if num < size and spec.axis is not None:
-                self._rows(name, num, size).fill_(spec.pad)
+        return given
 
     def _rows(self, name: str, begin: int, end: int) -> torch.Tensor:
         axis = self.specs[name].axis

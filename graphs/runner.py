@@ -117,6 +117,7 @@ class GraphRunner:
         if self._setup.strict:
             size = self._size_of(inputs)
             raise GraphError(f"strict: {self.name} of {size} {self._setup.unit} cannot replay: {reason}")
+        self._buffers.check(inputs, self._size_of(inputs))
         self._setup.counters.count_eager(self.name, reason)
         return self._live(variant, **inputs, **hints)
 

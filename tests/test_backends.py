@@ -700,3 +700,14 @@ def test_every_kernel_compiles_for_a_gpu():
     run = subprocess.run(command, env=env, cwd=folder.parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     assert kernels and kernels <= set(run.stdout.split())
+
+
+@pytest.mark.parametrize("num_tokens", [4, 6])
+def test_a_call_of_other_tokens_than_the_plan_is_refused(num_tokens):
+    layer, backend = LayerSpec(2, 1, 8, 8, scaling=1.0), TorchBackend()
+    table = torch.arange(1, 9, dtype=torch.int32).view(1, 8)
+    backend.plan(backend.metadata.prefill(table, torch.zeros(1, dtype=torch.int64), [0], [5]))
+    q, k = torch.ones(num_tokens, 2, 8), torch.ones(num_tokens, 1, 8)
+    pool = KVPool([layer.shape], 9, torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"q of layer 0 has {num_tokens} tokens, the forward's plan 5"):
+        backend.run(AttentionCall(q, k, k, torch.empty_like(q), pool, 0, layer))

@@ -259,3 +259,17 @@ def test_the_first_root_is_attended_no_wider_than_the_prompt(length):
     engine.generate(list(range(3, 3 + length)), max_new_tokens=1)
     (width,) = [width for mode, width in widths if mode is ForwardMode.DRAFT_EXTEND]
     assert length <= width <= length + PREFIX_STEP + 1
+
+
+@pytest.mark.parametrize("algo", ["eagle", "eagle3"])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_targets_whose_embeddings_are_narrower_than_their_layers_are_refused(algo, is_saved, tmp_path):
+    """OPT-350m's; only heads with an embedding of their own could read it."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 96}
+    config = tf.OPTConfig(**sizes, vocab_size=VOCAB, word_embed_proj_dim=32, do_layer_norm_before=False)
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    draft = random_draft(model, algo)
+    if is_saved:
+        save_head(tmp_path / "head", draft, dtype=torch.float32)
+    with pytest.raises(specdec.CheckpointError, match="reads the target's embeddings, which are 32 wide"):
+        specdec.attach(model, tmp_path / "head" if is_saved else draft, max_seq_len=100)

@@ -215,6 +215,16 @@ def test_eos_ids_of_the_call(engine, model):
     assert engine.generate([[3, 4]], max_new_tokens=12, eos_token_id=torch.tensor(text[2])).finish_reasons == ["eos"]
 
 
+def test_eos_of_the_models_config_may_lie_past_its_vocabulary(engine, model, monkeypatch):
+    """As in a small GPT2Config that keeps the default, 50256: `generate` never meets it."""
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [2, 50256])
+    ids = torch.tensor([[3, 4]], device=model.device)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)[0, 2:].tolist()
+    assert engine.generate([[3, 4]], max_new_tokens=12).tokens == [expected]
+    with pytest.raises(ValueError, match="stop ids hold 50256"):
+        engine.generate([[3, 4]], max_new_tokens=12, eos_token_id=50256)
+
+
 def test_seeds_are_fresh_unless_given(engine):
     law, options = SamplingParams(temperature=1.0), {"max_new_tokens": 24, "ignore_eos": True}
     texts = [engine.generate([[3, 4]] * 2, sampling=law, **options).tokens for _ in range(2)]

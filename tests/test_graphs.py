@@ -350,3 +350,17 @@ def test_rank_0_alone_shows_a_bar(monkeypatch, rank):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with progress_bar(3, "graphs", "graph") as bar:
         assert bool(bar.disable) is (rank == 1)
+
+
+def test_inputs_of_batches_that_run_eagerly_are_checked_too():
+    """A row for five would be broadcast."""
+    capture = RecordedCapture()
+    inputs = [BufferSpec(name, lambda n: (n, 4), torch.float32, pad=0) for name in ("x", "y")]
+    setup = Setup(capture, Counters(), torch.device("cpu"), buckets=(2,))
+    runner = GraphRunner("sum", lambda variant, x, y: x + y, inputs, setup)
+    build([runner], capture, lower="buckets")
+    x = torch.ones(5, 4)
+    assert runner("", {"x": x, "y": x}).shape == (5, 4) and setup.counters.runners["sum"].eager == 1
+    for wrong in ({"x": x, "y": x[:1]}, {"x": x, "y": x.double()}, {"x": x}, {"x": x, "y": x, "z": x}):
+        with pytest.raises(ValueError, match=r"input 'y' is|a batch gives inputs"):
+            runner("", wrong)

@@ -6,12 +6,17 @@ import json
 import time
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import specdec
+from specdec.core.outputs import TokenLogprob
 from tests.tiny_models import tiny_model
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")  # before test_serve, whose import it would break off
+from specdec.tools.serve.forms import AnswerForm  # noqa: E402
+from specdec.tools.serve.intake import StreamPiece  # noqa: E402
 from tests.test_serve import CHAT, TOKENIZER, serving  # noqa: E402
 
 schema = pytest.importorskip("specdec.tools.serve.schema")
@@ -96,6 +101,43 @@ def test_logprobs_are_those_of_the_engine(tiny):
         offsets += [at for choice in chunk.choices if choice.logprobs for at in choice.logprobs.text_offset]
     assert (streamed, offsets) == (scores.token_logprobs, scores.text_offset)
     assert tiny.post({**TEXT, "logprobs": 3}, "/v1/completions").json()["error"]["param"] == "logprobs"
+
+
+@pytest.mark.parametrize("stop", [None, ["of the"]])
+def test_a_text_completion_keeps_the_space_between_prompt_and_text(stop):
+    """Llama 2's and Mistral's tokenizers drop the first space of what they decode."""
+    names = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"▁w{i}": i for i in range(3, 128)}}
+    words = Tokenizer(models.WordLevel(names, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Metaspace()
+    words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    engine = specdec.attach(tiny_model("llama"), tokenizer=tokenizer, max_batch=4, max_seq_len=100)
+    with serving(engine, name="tiny") as served:
+        tokens = engine.generate("w5 w6", max_new_tokens=40, ignore_eos=True).tokens[0]
+        whole = tokenizer.decode([5, 6, *tokens], skip_special_tokens=True)
+        asked = dict(model="tiny", prompt="w5 w6", max_tokens=40, stop=stop, extra_body={"ignore_eos": True})
+        text = served.api.completions.create(**asked).choices[0].text
+        pieces = [chunk.choices[0].text for chunk in served.api.completions.create(**asked, stream=True)]
+    engine.detach()
+    assert "w5 w6" + text == whole and "".join(pieces) == text
+
+
+def test_tokens_of_logprobs_keep_their_spaces():
+    """Llama 2's and Mistral's tokenizers drop the first space of what they decode."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "▁the": 1, "the": 2, "<0xC3>": 3, "</s>": 4, "▁": 5}, "<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words.decoder = decoders.Sequence(parts)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    assert [server.text_of_token(tokenizer, i) for i in range(1, 6)] == [" the", "the", "\ufffd", "</s>", " "]
+    assert [server.text_of_token(TOKENIZER, i) for i in (65, 0xC3)] == [TOKENIZER.decode([i]) for i in (65, 0xC3)]
+
+
+def test_of_tokens_with_one_text_the_best_logprob_counts():
+    form = AnswerForm(is_chat=False, model="m", num_top=3, token_text={1: "a", 2: "\ufffd", 3: "\ufffd"}.get)
+    piece = StreamPiece(0, "", None, [2], [TokenLogprob(-0.25, [(2, -0.25), (1, -2.0), (3, -3.0)])])
+    assert form.whole([[piece._replace(finish_reason="length")]], {})["choices"][0]["logprobs"]["top_logprobs"] == [
+        {"\ufffd": -0.25, "a": -2.0}
+    ]
 
 
 def test_values_that_float32_cannot_hold_flush_nothing(tiny):

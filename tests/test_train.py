@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from specdec.backends import LayerSpec
 from specdec.backends.metadata import TORCH_METADATA
@@ -20,8 +20,8 @@ from specdec.backends.torch_ref import TorchBackend
 from specdec.core.batch import ForwardMode
 from specdec.core.cache.pool import KVPool
 from specdec.core.draft.head import DraftHead
-from specdec.reach.heads.fresh import new_nextn
-from specdec.reach.heads.load import load_head, save_head
+from specdec.reach.heads.fresh import block_config, eagle3_config, new_block, new_eagle, new_eagle3, new_nextn
+from specdec.reach.heads.load import check_head, load_head, save_head
 from specdec.reach.targets.shape import LAST, TargetShape
 from specdec.tools.train.acceptance import Tally, accepted_prefixes
 from specdec.tools.train.batches import Batch, Batches
@@ -34,7 +34,7 @@ from specdec.tools.train.target import Teacher
 from specdec.tools.train.trainer import Trainer, learning_rate
 from specdec.tools.train.ttt import TTTAttention, unroll
 from tests.tiny_models import tiny_model
-from tests.train_models import AUX, fresh, tiny_corpus, tiny_head, tiny_target
+from tests.train_models import AUX, VOCAB, fresh, tiny_corpus, tiny_head, tiny_target
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -285,6 +285,30 @@ def test_a_fresh_head_passes_the_targets_state_through(corpus: Corpus, algo: str
             p.zero_()
     states = next(unroll(head, target.get_input_embeddings(), batch.tokens, features, 1))
     assert (states - features).norm() / features.norm() < 0.02 < quiet < 1
+
+
+@pytest.mark.parametrize("algo", ["eagle", "eagle3", "block"])
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "mamba"])
+def test_fresh_heads_fit_targets_whose_configs_use_other_words(kind: str, algo: str) -> None:
+    """None of these has an `intermediate_size`, or has heads, by that name."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": VOCAB}
+    if kind == "opt":
+        sizes |= {"num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64}
+    config = AutoConfig.for_model(kind, **({**sizes, "num_attention_heads": 4} if kind == "gpt2" else sizes))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    hot = torch.arange(64)
+    if algo == "eagle":
+        head: DraftHead = new_eagle(model, 1)
+    elif algo == "eagle3":
+        head = new_eagle3(model, eagle3_config(model, 64, (0, 1, 2)), hot, 1)
+    else:
+        head = new_block(model, block_config(model, 64, (0, 1)), hot, 1)
+    check_head(head, TargetShape.of(model), torch.float32, CPU)
+    ids = torch.randint(3, VOCAB, (1, 8))
+    teacher = Teacher(model, head.aux_layers)
+    with torch.no_grad():
+        hidden = model.get_decoder()(input_ids=ids).last_hidden_state[0]
+        torch.testing.assert_close(teacher.logits(hidden), model(input_ids=ids).logits[0])
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from specdec import shipped
 from specdec.api import attach
+from specdec.core.errors import CheckpointError
 from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.heads.load import detect_algo
 from specdec.reach.targets.pretrained import load_pretrained
@@ -231,6 +233,23 @@ def test_what_cannot_be_trained_is_told_before(folder: Path, tmp_path: Path, mon
         fit(folder, "eagle", Path(), "--max-steps", 1)
 
 
+def test_a_draft_that_cannot_be_made_is_told_before_its_corpus_is(folder: Path, tmp_path: Path) -> None:
+    """It may take hours to generate."""
+    where = ["--target", folder / "target", *SHORT[-4:], "--out", tmp_path / "h"]
+    questions = ["--max-new-tokens", 12, "--max-steps", 1, "--gsm8k", folder / "questions.jsonl"]
+    for options, said in (
+        (["--algo", "standalone"], "64 wide; take that or less"),
+        (["--algo", "eagle3"], "name three yourself"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            invoke("run", *options, *questions, *where)
+        assert not list(tmp_path.iterdir())
+    foreign = shipped.path()
+    with pytest.raises(CheckpointError, match="another target"):
+        invoke("adapt", folder / "target", foreign, "--prompts", folder / "questions.jsonl", *SHORT[-4:], *where[-2:])
+    assert not list(tmp_path.iterdir())
+
+
 def test_steps_of_which_no_row_is_trained_weigh_alike() -> None:
     """A batch of prompts that are longer than max_len."""
     assert survival_weights(torch.zeros(3, 0, dtype=torch.bool)).isfinite().all()
@@ -307,7 +326,7 @@ def test_shards_share_out_the_same_jobs() -> None:
 def test_run_says_what_its_user_can_do_about_too_few_prompts(folder: Path, tmp_path: Path) -> None:
     questions = (folder / "questions.jsonl").read_text("utf-8").splitlines()
     (tmp_path / "few.jsonl").write_text("\n".join(questions[:1]), "utf-8")
-    options = ["--max-new-tokens", 4, "--max-steps", 1, "--target", folder / "target", *SHORT[-4:]]
+    options = ["--algo", "eagle", "--max-new-tokens", 4, "--max-steps", 1, "--target", folder / "target", *SHORT[-4:]]
     with pytest.raises(ValueError, match=r"of 1 prompts; .*: --gsm8k with more questions") as told:
         invoke("run", "--gsm8k", tmp_path / "few.jsonl", "--out", tmp_path / "h", *options)
     run = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout

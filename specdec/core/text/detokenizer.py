@@ -15,7 +15,8 @@ class Detokenizer:
     All at once (`decode`), or as they come (`feed`, `finish`). Streamed text is held back while it may still change
     (incomplete UTF-8) or may be the start of a stop string. The text ends before a stop string; the tokens that made it
     stay in the token list. prompt: ids before the text, if a stop string may begin in them, as in `transformers`.
-    skips_special: special tokens are no text.
+    skips_special: special tokens are no text. after: ids that the text goes on from: some tokenizers (Llama 2, Mistral)
+    drop the space that a text begins with, which it has where it goes on.
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class Detokenizer:
         stop_strings: Sequence[str] = (),
         prompt: Sequence[int] = (),
         skips_special: bool = True,
+        after: Sequence[int] = (),
     ):
         self.tokenizer = tokenizer
         self._skips_special = skips_special
@@ -38,6 +40,9 @@ class Detokenizer:
         self._prompt = list(prompt[-4 * longest :]) if longest else []  # a character has up to four tokens
         self.reads_prompt = bool(self._prompt)
         self._num_before = 0  # characters of the prompt that `_held` begins with
+        before = self.decode(after[-PENDING:]) if len(after) else ""
+        if before and not before.endswith(REPLACEMENT):
+            self._window, self._given = list(after[-PENDING:]), len(before)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of all `tokens`; empty without a tokenizer."""

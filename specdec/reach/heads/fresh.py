@@ -23,21 +23,30 @@ from specdec.reach.targets.shape import TargetShape
 DRAFT_VOCAB = 8192  # tokens that a head scores by default
 FC_NOISE = 1e-3  # std; small beside the identity, enough to tell the columns of the other features apart
 MOST_GAIN = 10.0  # largest gain of a norm that undoes another
+MLP_WIDTHS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner")  # what configs call it
 QUIET_OUT = 0.1  # share of the usual std for projections that add to the residual stream
 
 
 def layer_config(model: PreTrainedModel, intermediate_size: int) -> LayerConfig:
     """Return the config of a draft layer with the attention heads and rope theta of `model`."""
     config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or max(1, config.hidden_size // 64)  # Mamba has none
     return LayerConfig(
         hidden_size=config.hidden_size,
         intermediate_size=intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
         rope_theta=rope_theta(config),
     )
+
+
+def mlp_width(model: PreTrainedModel) -> int:
+    """Return the width of the MLPs of `model`, whatever its config calls it: four times its own where it says none."""
+    config = model.config.get_text_config()
+    widths = (getattr(config, name, None) for name in MLP_WIDTHS)
+    return next((width for width in widths if isinstance(width, int)), 4 * config.hidden_size)
 
 
 def eagle3_config(
@@ -53,7 +62,7 @@ def eagle3_config(
     if len(layers) != 3:
         raise ValueError(f"aux_layers={layers}: expected three layers, low to high")
     return Eagle3Config(
-        layer=layer_config(model, intermediate_size or 2 * model.config.get_text_config().intermediate_size),
+        layer=layer_config(model, intermediate_size or 2 * mlp_width(model)),
         target_hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         draft_vocab_size=min(draft_vocab_size or DRAFT_VOCAB, shape.vocab_size),
@@ -109,7 +118,7 @@ def block_config(
     """
     shape, size = TargetShape.of(model), min(draft_vocab_size or DRAFT_VOCAB, TargetShape.of(model).vocab_size)
     spread = [round(1 + i * (shape.num_layers - 4) / 4) for i in range(5)]
-    layer = layer_config(model, intermediate_size or model.config.get_text_config().intermediate_size)
+    layer = layer_config(model, intermediate_size or mlp_width(model))
     return BlockConfig(
         layer=replace(layer, qk_norm=True),
         target_hidden_size=shape.hidden_size,
@@ -153,7 +162,7 @@ def new_block(model: PreTrainedModel, config: BlockConfig, hot_ids: torch.Tensor
 @torch.no_grad()
 def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None = None) -> EagleHead:
     """Make an EAGLE-1/2 head in fp32 on the target's device; intermediate_size: of its MLP, by default the target's."""
-    layer = layer_config(model, intermediate_size or model.config.get_text_config().intermediate_size)
+    layer = layer_config(model, intermediate_size or mlp_width(model))
     head = EagleHead(EagleConfig(layer, TargetShape.of(model).vocab_size, fc_bias=False))
     random = torch.Generator().manual_seed(seed)
     _quiet(head.layers, random)

@@ -121,9 +121,20 @@ def load_head(
         to = stored.kept.get(name, dtype) if tensor.is_floating_point() else tensor.dtype
         state[name] = tensor.to(device=device, dtype=to, copy=True)  # never the file's own pages
     head = stored.head
+    if problems := _narrow_embeddings(head, target):
+        raise CheckpointError(where, problems)
     head.load_state_dict(state, assign=True)
     warn_of_weights(head, where)
     return head.to(device).eval().requires_grad_(False)
+
+
+def _narrow_embeddings(head: DraftHead, target: TargetShape) -> list[str]:
+    """Return what is wrong where a head reads the target's embeddings and these, as OPT-350m's, are not as wide as the
+    target's layers."""
+    width = getattr(target.embed_tokens, "embedding_dim", target.hidden_size)
+    if head.embed_tokens is not None or width == target.hidden_size or head.hidden_size != target.hidden_size:
+        return []
+    return [f"it is {head.hidden_size} wide, and reads the target's embeddings, which are {width} wide"]
 
 
 def check_head(head: DraftHead, target: TargetShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -139,6 +150,7 @@ def check_head(head: DraftHead, target: TargetShape, dtype: torch.dtype, device:
     shared = [what for what in ("embed_tokens", "lm_head") if getattr(head, what) is None]
     if head.hidden_size != target.hidden_size and shared:
         problems.append(f"it is {head.hidden_size} wide, so it cannot share the target's {' and '.join(shared)}")
+    problems += _narrow_embeddings(head, target)
     if head.aux_layers != (LAST,) and max(head.aux_layers) >= target.num_layers - 1:
         problems.append(f"aux layers {head.aux_layers} do not fit a target of {target.num_layers} layers")
     if problems:

@@ -6,6 +6,7 @@ The last line printed is one JSON object with the results.
 import json
 import math
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from specdec.tools.commands.choices import OnTarget
 from specdec.tools.options import REQUIRED, argument, command_of, option
 from specdec.tools.train.adapt import adapt
 from specdec.tools.train.config import HeadShape, TrainConfig, recipe
-from specdec.tools.train.fit import ALSO_WRITTEN, beside, check_checkpoint, checkpoint_of, train
+from specdec.tools.train.fit import ALSO_WRITTEN, beside, check_checkpoint, check_student, checkpoint_of, train
 from specdec.tools.train.generation import Generation, prepare
 
 ALGOS = "eagle (EAGLE-1/2), eagle3, nextn (MTP), block (DFlash, DSpark), or standalone (a small LM)."
@@ -81,7 +82,8 @@ class Run(Training):
         check_checkpoint(checkpoint_of(out), False, self.overwrite)
         corpus = beside(out, ".corpus.safetensors")
         generation = Generation(**{**self.picked(Generation), "seed": config.seed})
-        made = prepare(corpus, generation, **self.where())
+        check = partial(check_student, self.algo, config, HeadShape(), self.target)
+        made = prepare(corpus, generation, check=check, **self.where())
         print_json({"data": made, **train([corpus], out, config, algo=self.algo, **self.where())})
 
 

@@ -133,11 +133,17 @@ class EngineClient:
         await self._channel.close()
 
     async def start(
-        self, prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], options: Mapping[str, Any], streams: bool
+        self,
+        prompts: Sequence[Any],
+        prompt_ids: Sequence[Sequence[int]],
+        options: Mapping[str, Any],
+        streams: bool,
+        goes_on: bool = False,
     ) -> TextCall:
         """Have a text generated for every prompt, with options of `Engine.generate`; without `streams` it comes whole.
 
-        ValueError for what `generate` refuses.
+        goes_on: the text is what the prompt goes on with, its first space included; an answer begins anew. ValueError
+        for what `generate` refuses.
         """
         call = TextCall(next(self._numbers))
         self._calls[call.number] = call
@@ -149,7 +155,8 @@ class EngineClient:
         skips_special = options.get("skip_special_tokens", True)
         for prompt, ids, facts in zip(prompts, prompt_ids, made, strict=True):
             before = ids if facts.reads_prompt else ()
-            detokenizer = Detokenizer(self.tokenizer, facts.stop_strings, before, skips_special)
+            after = ids if goes_on and not facts.reads_prompt else ()
+            detokenizer = Detokenizer(self.tokenizer, facts.stop_strings, before, skips_special, after)
             call.texts.append(Text(ids, isinstance(prompt, Mapping), facts.eos_ids, detokenizer))
         return call
 

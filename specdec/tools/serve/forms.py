@@ -115,7 +115,7 @@ class AnswerForm:
             "tokens": [text for text, _ in own],
             "text_offset": offsets,
             "token_logprobs": [logprob for _, logprob in own],
-            "top_logprobs": [dict(top) for top in tops],
+            "top_logprobs": [_best(top) for top in tops],
         }
 
     def _head(self, suffix: str) -> dict[str, Any]:
@@ -157,6 +157,14 @@ def message_of(parts: Sequence[Part]) -> dict[str, Any]:
     if texts["reasoning_content"]:
         message["reasoning_content"] = texts["reasoning_content"]
     return message | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def _best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Return `top`, best first, as an object: of tokens with the same text, parts of characters mostly, the best."""
+    found: dict[str, float] = {}
+    for text, logprob in top:
+        found.setdefault(text, logprob)
+    return found
 
 
 def _scored(text: str, logprob: float) -> dict[str, Any]:

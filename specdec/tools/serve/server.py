@@ -123,7 +123,7 @@ class Endpoints:
         self.most_bytes += MOST_IMAGE_BYTES * engine.facts.reads_images
         self.dialect = Dialect(engine)
         self._compiling = asyncio.Semaphore(COMPILING)
-        self.token_text = lru_cache(2**16)(lambda token: engine.tokenizer.decode([token]))
+        self.token_text = lru_cache(2**16)(partial(text_of_token, engine.tokenizer))
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models."""
@@ -156,7 +156,7 @@ class Endpoints:
         with self.intake.room_for(body.num_choices):
             async with self._compiling if body.wants_grammar else nullcontext():
                 asked = await asyncio.to_thread(self._asked, body, name)
-            call = await self.engine.start(*asked, body.stream)
+            call = await self.engine.start(*asked, body.stream, goes_on=not is_chat)
             pieces = self.intake.follow(call, partial(_until_gone, request))
             await anext(pieces)  # what is refused has no part in a stream
         texts = call.texts
@@ -238,6 +238,14 @@ class EventStream:
             async for text in self.texts:
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def text_of_token(tokenizer: Any, token: int) -> str:
+    """Return the text that a token is behind others, its space included, which some tokenizers (Llama 2, Mistral) drop
+    from what they decode first."""
+    once = tokenizer.decode([token])
+    twice = tokenizer.decode([token, token])
+    return twice[len(once) :] if twice.startswith(once) and twice.endswith(once) else once
 
 
 def new_tokens(body: Body, prompt_len: int, max_seq_len: int) -> int:

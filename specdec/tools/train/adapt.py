@@ -1,5 +1,6 @@
 """Continues a trained draft on what its target writes now: a fine-tuned model's text, or the prompts of one's users."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from specdec.reach.checkpoints.replacing import check_free
 from specdec.reach.heads.load import detect_algo
 from specdec.tools.train.config import HeadShape, recipe
 from specdec.tools.train.data import Corpus
-from specdec.tools.train.fit import ALSO_WRITTEN, beside, check_checkpoint, checkpoint_of, train
+from specdec.tools.train.fit import ALSO_WRITTEN, beside, check_checkpoint, check_student, checkpoint_of, train
 from specdec.tools.train.generation import Generation, check_corpus, prepare
 
 GENERATING = 0.4  # share of the minutes that goes into text, where there is none yet
@@ -53,7 +54,8 @@ def adapt(
             texts.save(corpus)
     else:
         generation = Generation(gsm8k=prompts, gen_minutes=GENERATING * minutes, max_new_tokens=max_new_tokens)
-        made = prepare(corpus, generation, target=target, overwrite=overwrite, **where)
+        check = partial(check_student, algo, recipe(algo, minutes=minutes), HeadShape(init=head), target)
+        made = prepare(corpus, generation, target=target, overwrite=overwrite, check=check, **where)
         training = max(minutes - made["answers"]["gen_minutes"], (1 - GENERATING) * minutes)  # answers may take longer
     config = recipe(algo, minutes=training, lr=GENTLE * recipe(algo, minutes=1.0).lr if lr is None else lr)
     shape = HeadShape(init=head)

@@ -169,6 +169,13 @@ def make_student(algo: str, setup: StudentSetup) -> Student:
     return _standalone(setup) if algo == "standalone" else _head(setup, formats()[algo])
 
 
+def check_student(
+    algo: str, config: TrainConfig, shape: HeadShape, target: str, model: PreTrainedModel, tokenizer: Any
+) -> None:
+    """Raise the error that `train` would end with when it makes the student: before hours of generating its corpus."""
+    make_student(algo, StudentSetup(target, model, tokenizer, Corpus.of([([0], [0])]), config, shape))
+
+
 def _head(setup: StudentSetup, row: HeadFormat) -> Student:
     """Make a student of a head, fresh or already trained."""
     model, init, target = setup.model, setup.shape.init, TargetShape.of(setup.model)

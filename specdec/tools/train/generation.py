@@ -5,7 +5,7 @@ A corpus can be generated in shards, one process per device; merged, they hold e
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,13 +121,15 @@ def prepare(
     dtype: str = "auto",
     device: str = "auto",
     overwrite: bool = False,
+    check: Callable[[PreTrainedModel, Any], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Regenerate a corpus with the target, write it to `out`, and return a report of its sizes and generation times.
 
-    overwrite: replace a file that is there.
+    overwrite: replace a file that is there. check: called with target and tokenizer before any work.
     """
     check_corpus(out, overwrite)
     model, tokenizer = load(target, dtype, device)
+    check(model, tokenizer)
     fingerprint = tokenizer_fingerprint(tokenizer)
     questions = chat_ids(read_questions(g.gsm8k, g.num_questions), tokenizer) if g.gsm8k else []
     turn_tokens = min(g.max_new_tokens, USER_TURN_TOKENS) if g.chats else 0

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from specdec.reach.targets.exclusive import answering
 from specdec.reach.targets.pretrained import load_pretrained
@@ -76,13 +75,16 @@ class Teacher:
             )
         self.model = model
         self.aux_layers = layers
-        self._taps = self._tap() if layers else Taps()
+        self._taps = self._tap()
 
     @torch.no_grad()
     def _tap(self) -> Taps:
         config, decoder = self.model.config.get_text_config(), self.model.get_decoder()
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.weight.device)
         with found_layers(decoder, config.num_hidden_layers, config.hidden_size) as found:
-            decoder(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self.weight.device), use_cache=False)
+            self._output = type(decoder(input_ids=ids, use_cache=False))  # heads read fields of its own
+        if not self.aux_layers:
+            return Taps()
         if not found:
             raise ValueError(f"aux_layers={tuple(self.aux_layers)} of {type(self.model).__name__}: {UNORDERED}")
         return Taps([found[i] for i in self.aux_layers])
@@ -125,7 +127,6 @@ class Teacher:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V], through all that the model does to them."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        # the decoder output class with the most fields: MoE models read router_logits
-        answer = MoeModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
+        answer = self._output(last_hidden_state=hidden.unsqueeze(0))
         with answering(self.model.get_decoder(), answer):
             return self.model(input_ids=ids, use_cache=False).logits[0]
