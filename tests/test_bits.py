@@ -105,6 +105,7 @@ def exactly(activation):
     return lambda x, *options, **named: activation(x.double(), *options).to(x.dtype)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run in Triton's interpreter, on a CPU")
 def test_recurrent_layers_are_equal_but_for_prefills_in_chunks(library, monkeypatch):
     monkeypatch.setattr("specdec.reach.assembly.assemble.pick_recurrent", lambda *_: TRITON_RECURRENT)
     monkeypatch.setattr("specdec.reach.assembly.bits.CONTEXTS", (9, 3))
