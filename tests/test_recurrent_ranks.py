@@ -21,6 +21,7 @@ from tests import shape_ranks
 from tests.heads import random_draft
 from tests.ranks import on_ranks
 from tests.recurrent_models import recurrent_model
+from tests.state_tensors import pool_bytes
 from tests.test_attach import ragged_prompts
 from tests.test_tensor_parallel import error_of, shards_of
 
@@ -64,7 +65,7 @@ def texts(model, name):
         report = engine.report()
         assert "cuda_graph" not in settings or not report.runners["round"]["eager"]
         assert "compile" not in settings or report.compiled.startswith("compiled"), report.compiled
-        sizes.add((shape, engine._core.context.state_pool.num_bytes))
+        sizes.add((shape, pool_bytes(engine._core.context.state_pool)))
         engine.detach()
     return {"texts": found, "bytes": sorted(sizes)}
 
