@@ -1,4 +1,5 @@
 """RMS norms, with or without a residual before them. What a program computes depends on H only, so bits do, too.
+Weights are parameters: they are loaded while the kernel in front still runs.
 
 Twins: `specdec.backends.linear.reference`, and `fp8` for results in FP8.
 """

@@ -56,9 +56,7 @@ def make_requests(
     batch, images = read_prompts(names, tokenizer, processor, prompts, attention_mask, given)
     limits = _limits(core, merged, max_new_tokens, batch)
     eos = frozenset() if FLAG.check("ignore_eos", ignore_eos) else merged.eos_ids
-    if (
-        "eos_token_id" not in merged.given
-    ):  # a config's default, such as GPT-2's 50256, may lie past a smaller vocabulary
+    if "eos_token_id" not in merged.given:  # a config's default, such as GPT-2's 50256, may lie past the vocabulary
         eos = frozenset(token for token in eos if token < core.target.spec.vocab_size)
     ids = () if stop_token_ids is None else [stop_token_ids] if is_whole(stop_token_ids) else stop_token_ids
     strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
