@@ -159,8 +159,8 @@ def _attention_kernel(
     LIMITED: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """is_new: whether the kernels in front may be those that plan. Else an equal layer has attended by that plan, and
-    programs find out what they read before they wait for what the layer stores."""
+    """is_new: whether the kernel that makes the plan may still run. Else a layer of the same kind has attended by this
+    plan, and programs read it, and the slots of their keys, before they wait for the K/V of this layer."""
     if PDL:
         if TREE or APART:  # what follows otherwise may be anybody's kernel: it starts when this one has ended
             gdc_launch_dependents()
@@ -298,7 +298,7 @@ def attend(
         m.tail_len,
         layer.window or 0,
         *strides,
-        1,
+        1,  # is_new: the first layer of its kind
     )
     constants = _constants(layer, sinks is not None, tiling, q.dtype)
     is_short = m.mode is not ForwardMode.EXTEND and m.q_len * constants["GROUP"] <= 8  # of no live length

@@ -79,7 +79,7 @@ def _tails_kernel(
     MEMBERS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """is_new: see `kernel`."""
+    """is_new: as the first kernel has it."""
     if PDL:
         if is_new:
             gdc_wait()
@@ -178,7 +178,7 @@ def attend_tails(
         m.tail_len,
         layer.window or 0,
         *strides,
-        1,
+        1,  # is_new
     )
     members = min(triton.next_power_of_2(group), ROWS)
     num_warps, ahead = (8, min(AHEAD, 2)) if layer.v_in_k else (2, AHEAD)

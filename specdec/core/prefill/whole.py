@@ -1,8 +1,9 @@
 """A prefill as one graph: the target's layers with attention inside, first tokens, the draft's prefill and its begin.
 
 The host tells only who brings how many tokens; placement and the plans of attention are made from that on the device,
-within fixed bounds: a graph serves up to T tokens of up to MOST_REQUESTS requests. So a prompt costs a launch or three,
-on a slow host too: a graph of many layers is divided where the device works on a part while the host launches the next.
+within fixed bounds: a graph serves up to T tokens of up to MOST_REQUESTS requests. So a prompt costs a few launches, on
+a slow host too: a graph of many layers is divided where the device works on a part while the host launches the next.
+With a draft it pauses where first tokens are known: they are copied to the host while the draft takes the prompt.
 Requests whose prompt goes on in a next chunk take part as the dummy row where first tokens are drawn.
 """
 
