@@ -46,7 +46,7 @@ _AUTO = ("triton+flashinfer", "triton", "torch")  # in the order of preference
 
 def compiling_kernels(
     backends: Iterable[AttentionBackend], device: torch.device
-) -> AbstractContextManager[None] | None:
+) -> AbstractContextManager[Callable[[], int]] | None:
     """Return a context in which kernels are compiled on threads, and not launched: see `backends.triton.launch.ahead`.
 
     None where that cannot be: not all `backends` rehearse, or SPECDEC_AHEAD=0 says that launches compile.

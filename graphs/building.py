@@ -59,25 +59,33 @@ def progress_bar(total: int, desc: str, unit: str) -> Any:
 
 def rehearse(
     runners: Sequence[GraphRunner],
-    within: AbstractContextManager[None] | None,
+    within: AbstractContextManager[Callable[[], int]] | None,
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `prepare`, and warm-ups of every variant of `runners`, at a size for each power of two up to ALIKE_FROM,
-    where kernels change, and at the largest.
+    where kernels change, and at the largest; no more than the largest if those find all their kernels.
 
-    within: a context in which kernels are compiled and not launched, so that results are void; `build` reports
-    what fails there, since it meets it again. None: nothing is run.
+    within: a context in which kernels are compiled and not launched, so that results are void; it gives a function
+    that says how many had to be compiled or loaded. `build` reports what fails there, since it meets it again. None:
+    nothing is run.
     """
     if within is None:
         return
-    with within, suppress(Exception):
+    largest: list[tuple[GraphRunner, ShapeKey]] = []
+    smaller: list[tuple[GraphRunner, ShapeKey]] = []
+    for runner in runners:
+        sizes = {min(size - 1, ALIKE_FROM).bit_length(): size for size in runner.buckets}  # the last one stays
+        for key in runner.keys:
+            if key.size in sizes.values():
+                (largest if key.size == runner.buckets[-1] else smaller).append((runner, key))
+    with within as num_compiled, suppress(Exception):
         prepare()
-        for runner in runners:
-            sizes = {min(size - 1, ALIKE_FROM).bit_length(): size for size in runner.buckets}  # the last one stays
-            for key in runner.keys:
-                if key.size in sizes.values():
-                    with suppress(Exception):
-                        runner.rehearse(key)
+        for jobs in (largest, smaller):
+            for runner, key in jobs:
+                with suppress(Exception):
+                    runner.rehearse(key)
+            if not num_compiled():
+                break
 
 
 def _make(

@@ -33,13 +33,14 @@ def _add_kernel(x, amount, N: tl.constexpr):
 
 
 class Within:
-    """A context that notes what happens in it."""
+    """A context that notes what happens in it, where `num_compiled` kernels have to be compiled."""
 
-    def __init__(self):
-        self.told = []
+    def __init__(self, num_compiled=1):
+        self.told, self.num_compiled = [], num_compiled
 
     def __enter__(self):
         self.told.append("enter")
+        return lambda: self.num_compiled
 
     def __exit__(self, *error):
         self.told.append("exit")
@@ -62,7 +63,10 @@ def test_a_size_for_each_power_of_two_is_rehearsed_in_every_variant_and_warmed_u
     assert within.told == []
     rehearse([runner], within, lambda: within.told.append("prepared"))
     assert within.told[:2] == ["enter", "prepared"] and within.told[-1] == "exit"
-    assert within.told[2:-1] == [("rehearsed", v, n, True) for n in (1, 2, 4, 8, 9) for v in "ab"]
+    assert within.told[2:-1] == [("rehearsed", v, n, True) for n in (9, 1, 2, 4, 8) for v in "ab"]
+    within.told, within.num_compiled = [], 0
+    rehearse([runner], within)
+    assert within.told[1:-1] == [("rehearsed", v, 9, True) for v in "ab"]  # which find all their kernels
     within.told, phase[0] = [], "built"
     build([runner], capture, lower="nothing")
     for is_warm_up in (True, False):
@@ -215,9 +219,10 @@ def test_a_rehearsal_compiles_and_launches_nothing(tmp_path, monkeypatch):
         _add_kernel[(1,)](other, 1.0, N=32)
         torch.cuda.synchronize()
 
-    with ahead.compiling_ahead(DEVICE, package=__name__.partition(".")[0]):
-        assert ahead.is_rehearsing() and _add_kernel[(1,)](x, 1.0, N=64) is None
+    with ahead.compiling_ahead(DEVICE, package=__name__.partition(".")[0]) as num_compiled:
+        assert num_compiled() == 0 and ahead.is_rehearsing() and _add_kernel[(1,)](x, 1.0, N=64) is None
         launch((1,), x, 1.0, N=16)
+        assert num_compiled() == 2
         thread = threading.Thread(target=in_another_thread)
         thread.start()
         thread.join()

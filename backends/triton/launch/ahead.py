@@ -49,11 +49,11 @@ def is_rehearsing() -> bool:
 
 
 @contextmanager
-def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[None]:
+def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[Callable[[], int]]:
     """Within it, this thread's launches of the kernels of `package` launch nothing, and return None.
 
     They are compiled, and loaded on `device`, by the time it ends. What does not compile is left to its next launch,
-    which says why.
+    which says why. Gives a function that returns how many kernels were not in memory so far.
     """
     workers = min(MOST_THREADS, os.cpu_count() or 1)
     with (
@@ -62,7 +62,7 @@ def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[No
         _without_launches(package),
         _Zeros(),
     ):
-        yield
+        yield lambda: pool.num_submitted
 
 
 @contextmanager
@@ -120,6 +120,7 @@ class _Workers(ThreadPoolExecutor):
     def __init__(self, device: torch.device, num: int):
         index = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(num, "specdec-compile", torch.cuda.set_device, (index,))
+        self.num_submitted = 0
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def loaded() -> Any:
@@ -127,4 +128,5 @@ class _Workers(ThreadPoolExecutor):
             kernel.run  # noqa: B018 (loads it)
             return kernel
 
+        self.num_submitted += 1
         return super().submit(loaded)

@@ -123,8 +123,11 @@ def wait_for_others(PDL: tl.constexpr, LEADS: tl.constexpr):
 
 def capability() -> int:
     """Return the compute capability of the GPU, such as 90 for Hopper; 0 without one of NVIDIA's."""
-    if INTERPRETED:
-        return 0
+    return 0 if INTERPRETED else _capability(triton.runtime.driver.active.get_current_device())
+
+
+@cache
+def _capability(device: int) -> int:
     target = triton.runtime.driver.active.get_current_target()
     return target.arch if target.backend == "cuda" else 0
 

@@ -82,7 +82,7 @@ def finished(total, bias, n, N, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
     return total.to(DTYPE)
 
 
-@triton.jit(do_not_specialize=["num_rows", "N", "K", "stride_w", "stride_x"])
+@triton.jit(do_not_specialize=["num_rows", "N", "K", "stride_w", "stride_x", "leads"])
 def _product_kernel(
     weight,
     x,
@@ -93,6 +93,7 @@ def _product_kernel(
     K,
     stride_w,
     stride_x,
+    leads,
     UNIT: tl.constexpr,
     TMA: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -102,19 +103,18 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
-    LEADS: tl.constexpr,
 ):
     """BLOCK_M rows and BLOCK_N columns of out [num_rows, N]. weight and x: descriptors if TMA, else pointers.
 
     N, K and strides come in units of UNIT, so that their alignment is known. ACTIVATION: "" for a plain product; else
     weight has N rows more, of which `up` is the product.
-    LEADS: whether the next kernel may start early.
+    leads: 1 if the next kernel may start early, else 0.
     """
     N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
     first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
-    if LEADS:
-        gdc_launch_dependents()
     if PDL:
+        if leads != 0:
+            gdc_launch_dependents()
         gdc_wait()
     total, up = product_sums(
         weight, x, first_m, first_n, num_rows, N, K, stride_w, stride_x,
@@ -147,7 +147,7 @@ def product(
     tile = choose_tile(num_rows, N, K, activation is not None, x.device)
     grid, args, constants = launch_of(x, weight, bias, activation or "", out, tile)
     is_early = follows_early(num_rows)
-    constants |= {"PDL": is_early, "LEADS": is_early and weight.numel() < SMALL}
+    args, constants["PDL"] = (*args, int(is_early and weight.numel() < SMALL)), is_early
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": is_early}
     if is_aligned(weight, x, bias):
         cached_launch(_product_kernel, **options)(grid, *args, **constants)

@@ -8,7 +8,7 @@ from specdec.backends.triton.launch.relaunch import early, wait_for_others
 from specdec.core.config import num_words
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_root", "stride_drafts"])
 def _chain_kernel(
     root,
     drafts,
@@ -46,7 +46,8 @@ def chain(root: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch
     """root [bs] and drafts [bs, S], int64: tokens, parents, depths [bs, S+1], ancestor_bits [bs, S+1, W], int64."""
     assert drafts.shape[1] == 0 or drafts.stride(1) == 1, "drafts need a dense last dim"
     bs, num_nodes = drafts.shape[0], drafts.shape[1] + 1
-    tokens, parents, depths = torch.empty(3, bs, num_nodes, dtype=torch.int64, device=root.device)
+    # Apart, so that they are aligned: kernels are compiled once more for pointers that are not.
+    tokens, parents, depths = (torch.empty(bs, num_nodes, dtype=torch.int64, device=root.device) for _ in range(3))
     bits = torch.empty(bs, num_nodes, num_words(num_nodes), dtype=torch.int64, device=root.device)
     _chain_kernel[(bs,)](
         root,

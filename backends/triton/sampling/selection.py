@@ -84,7 +84,7 @@ def pick(state, bins, row, num_splits, highest, rest, shift, SPLITS: tl.constexp
     return found + (digit << shift), reached - inside, need, reached - need, inside
 
 
-@triton.jit(do_not_specialize=[*SIZES, "shift"], do_not_specialize_on_alignment=INPUTS)
+@triton.jit(do_not_specialize=[*SIZES, "shift", "is_first"], do_not_specialize_on_alignment=INPUTS)
 def _digit_kernel(
     logits,
     maxima,
@@ -100,17 +100,18 @@ def _digit_kernel(
     span,
     stride,
     shift,
+    is_first,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
     SHIFT: tl.constexpr,
     IS_MASS: tl.constexpr,
-    IS_FIRST: tl.constexpr,
 ):
     """One pass: pick the digit that the pass before has summed (from states and bins), and sum the next one's.
 
-    IS_MASS: of top-p, else of top-k. IS_FIRST: there is no digit to pick; top-p's first pass picks top-k's last one.
+    IS_MASS: of top-p, else of top-k. is_first: 1 if there is no digit to pick, else 0. Top-p's first pass picks top-k's
+    last one.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // num_positions
@@ -122,7 +123,7 @@ def _digit_kernel(
     state = states + row * FIELDS
     found, above, need = tl.zeros([], tl.int64), tl.zeros([], tl.int64), tl.full([], -1, tl.int64)
     least, is_done = tl.zeros([], tl.int64), tl.zeros([], tl.int64)  # least: key of the worst token of top-k
-    if IS_FIRST:
+    if is_first != 0:
         is_off = (temperature == 0) | (tl.abs(best) == float("inf"))
         if IS_MASS:
             least = tl.load(state)
@@ -228,8 +229,8 @@ def select(
             span,
             logits.stride(0),
             key_bits - BITS.value * (i % num_passes + 1),
+            int(i % num_passes == 0),
             **shape,
             IS_MASS=i >= num_passes,
-            IS_FIRST=i % num_passes == 0,
         )
     return states[-1], bins[1]

@@ -37,6 +37,6 @@ class Parts:
     state: EngineState
     counters: Counters
     models: LiveModels
-    compiling_kernels: Callable[[], AbstractContextManager[None] | None]
+    compiling_kernels: Callable[[], AbstractContextManager[Callable[[], int]] | None]
     feed: "MaskFeed | None" = None
     grammars: "Compiler | None" = None
