@@ -401,6 +401,18 @@ def test_stored_keys_equal_the_twin(rotary, is_late, dtype):
         assert torch.equal(pools[0].v[0], pools[1].v[0])
 
 
+@pytest.mark.parametrize("num_kv_heads", [8, 12])
+def test_few_tokens_split_over_programs_are_stored_as_many_are(num_kv_heads):
+    q, k, v = (torch.randn(130, heads, 16).to(DEVICE) for heads in (2 * num_kv_heads, num_kv_heads, num_kv_heads))
+    slots, rope = torch.arange(1, 131, device=DEVICE), rope_table(torch.arange(130, device=DEVICE), 8, 100.0, q.dtype)
+    pools = [torch.zeros(131, num_kv_heads, 16, device=DEVICE) for _ in range(4)]
+    many = store_kv(q, k, v, *pools[:2], slots, rope)
+    few = store_kv(q[:5], k[:5], v[:5], *pools[2:], slots[:5], Rope(rope.cos[:5], rope.sin[:5]))
+    assert torch.equal(few, many[:5])
+    for of_many, of_few in zip(pools[:2], pools[2:], strict=True):
+        assert torch.equal(of_few[:6], of_many[:6]) and of_few[1:6].any() and not of_few[6:].any()
+
+
 @settings(max_examples=25 if DEVICE.type == "cuda" else 15, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 170), st.integers(1, 15)), min_size=1, max_size=4), st.sampled_from([1, 16]))
 def test_any_ragged_prefill(lens, page_size):

@@ -1,7 +1,10 @@
 """K and V of new tokens into the pool in one launch, with norms and rotation of q and k where those are handed over.
 
-Twin: `KVPool.write` after `backends.rope.prepare`.
+Twin: `KVPool.write` after `backends.rope.prepare`. Of few tokens each is split over programs, by heads; not where
+there are norms, whose sums then had another order than in prefills.
 """
+
+from math import gcd
 
 import torch
 import triton
@@ -9,7 +12,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.base import AnyRope, HeadNorms, NormedRope
-from specdec.backends.triton.launch.relaunch import follows_early
+from specdec.backends.triton.launch.relaunch import EARLY_ROWS, follows_early
+
+PROGRAMS = 8  # a token, at most
 
 
 @triton.jit
@@ -119,6 +124,7 @@ def _store_kernel(
     NORMS: tl.constexpr,
     COPIES_Q: tl.constexpr,
     V_IN_K: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_HQ: tl.constexpr,
     BLOCK_HKV: tl.constexpr,
     BLOCK_QK: tl.constexpr,
@@ -126,29 +132,33 @@ def _store_kernel(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One token, and HEADS of its heads of K and V with their heads of q."""
+    Q_HEADS: tl.constexpr = NUM_HEADS * HEADS // NUM_KV_HEADS
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    k_row, k_slot = k + token * k_stride_t, k_pool + slot * (NUM_KV_HEADS * QK_DIM)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = part * HEADS
+    pool_row = tl.load(slots + token) * NUM_KV_HEADS + first
+    k_row, k_slot = k + token * k_stride_t + first * k_stride_h, k_pool + pool_row * QK_DIM
+    q_row = q + token * q_stride_t + part * Q_HEADS * q_stride_h
+    q_target = q_out + (token * NUM_HEADS + part * Q_HEADS) * QK_DIM
     if not V_IN_K:
-        v_row, v_slot = v + token * v_stride_t, v_pool + slot * (NUM_KV_HEADS * V_DIM)
-        _copy(v_row, v_slot, v_stride_h, NUM_KV_HEADS, V_DIM, BLOCK_HKV, BLOCK_V)
+        v_row = v + token * v_stride_t + first * v_stride_h
+        _copy(v_row, v_pool + pool_row * V_DIM, v_stride_h, HEADS, V_DIM, BLOCK_HKV, BLOCK_V)
     if ROTARY == 0:
-        _copy(k_row, k_slot, k_stride_h, NUM_KV_HEADS, QK_DIM, BLOCK_HKV, BLOCK_QK)
+        _copy(k_row, k_slot, k_stride_h, HEADS, QK_DIM, BLOCK_HKV, BLOCK_QK)
         if COPIES_Q:
-            q_row, q_target = q + token * q_stride_t, q_out + token * (NUM_HEADS * QK_DIM)
-            _copy(q_row, q_target, q_stride_h, NUM_HEADS, QK_DIM, BLOCK_HQ, BLOCK_QK)
+            _copy(q_row, q_target, q_stride_h, Q_HEADS, QK_DIM, BLOCK_HQ, BLOCK_QK)
     else:
         cos_row, sin_row = cos + token * rope_stride_t, sin + token * rope_stride_t
         _rotated_copy(
-            k_row, k_slot, cos_row, sin_row, k_norm, eps, offset, k_stride_h, QK_DIM, NUM_KV_HEADS, QK_DIM, ROTARY,
+            k_row, k_slot, cos_row, sin_row, k_norm, eps, offset, k_stride_h, QK_DIM, HEADS, QK_DIM, ROTARY,
             NORMS, BLOCK_HKV, BLOCK_HALF, BLOCK_QK,
         )  # fmt: skip
         _rotated_copy(
-            q + token * q_stride_t, q_out + token * (NUM_HEADS * QK_DIM), cos_row, sin_row, q_norm, eps, offset,
-            q_stride_h, QK_DIM, NUM_HEADS, QK_DIM, ROTARY, NORMS, BLOCK_HQ, BLOCK_HALF, BLOCK_QK,
+            q_row, q_target, cos_row, sin_row, q_norm, eps, offset, q_stride_h, QK_DIM, Q_HEADS, QK_DIM, ROTARY,
+            NORMS, BLOCK_HQ, BLOCK_HALF, BLOCK_QK,
         )  # fmt: skip
 
 
@@ -180,8 +190,10 @@ def store_kv(
     norms = rope.norms if isinstance(rope, NormedRope) else HeadNorms(q, q, 0.0, 0.0, False)
     kind = "" if norms.q is q else "late" if norms.is_late else "early"
     assert cos.stride() == sin.stride() and cos.stride(-1) == 1, "cos and sin need one layout and a dense last dim"
+    is_split = num_tokens <= EARLY_ROWS and num_heads % num_kv_heads == 0 and not kind
+    heads = num_kv_heads // gcd(num_kv_heads, PROGRAMS) if is_split else num_kv_heads
     is_early = follows_early()
-    _store_kernel[(num_tokens,)](
+    _store_kernel[(num_tokens, num_kv_heads // heads)](
         q,
         q_out,
         k,
@@ -207,12 +219,14 @@ def store_kv(
         NORMS=kind,
         COPIES_Q=copies_q,
         V_IN_K=v_in_k,
-        BLOCK_HQ=triton.next_power_of_2(num_heads),
-        BLOCK_HKV=triton.next_power_of_2(num_kv_heads),
+        HEADS=heads,
+        BLOCK_HQ=triton.next_power_of_2(max(num_heads * heads // num_kv_heads, 1)),
+        BLOCK_HKV=triton.next_power_of_2(heads),
         BLOCK_QK=triton.next_power_of_2(qk_dim),
         BLOCK_V=triton.next_power_of_2(v_dim),
         BLOCK_HALF=triton.next_power_of_2(max(rotary // 2, 1)),
         PDL=is_early,
         launch_pdl=is_early,
+        num_warps=2 if heads < num_kv_heads else 4,
     )
     return q_out
