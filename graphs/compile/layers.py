@@ -212,7 +212,6 @@ def write_out(walked: Walked, layers: Layers, sizes: tuple[int, int]) -> Walked:
     ):
         for call in _calls(graph, torch.ops.specdec.layer.default):
             writing.write(call, *layers.standing[call.args[2]])  # type: ignore[index]
-    graph.graph.lint()
     graph.recompile()
     check_guards(mode.shape_env, *sizes)
     return walked

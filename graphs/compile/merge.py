@@ -41,7 +41,6 @@ def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]
         first, last = products[0].number, products[-1].number
         if len(products) > 1 and not any(first < number < last for number in mutations):
             groups += _join_products(graph, products)
-    graph.graph.lint()
     graph.recompile()
     return groups
 
@@ -119,9 +118,9 @@ def _join_products(graph: fx.GraphModule, products: Sequence[_Product]) -> list[
     rest = _unaligned(sum(sizes), products[0].weight)
     joined = []
     for operands in zip(*(p.node.args[1 : 1 + len(groups)] for p in products), strict=True):
-        values = [o.meta["example_value"] for o in operands if isinstance(o, fx.Node)]
-        with values[0].fake_mode:
-            operands[0].meta["example_value"] = join(values)
+        value = operands[0].meta["example_value"]
+        with value.fake_mode:
+            operands[0].meta["example_value"] = value.new_empty(sum(sizes) + rest, *value.shape[1:])  # as `join` does
         joined.append(operands[0])
     with graph.graph.inserting_before(first):
         product = graph.graph.call_function(F.linear, (first.args[0], *joined))

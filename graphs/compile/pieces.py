@@ -110,7 +110,8 @@ def fingerprint(module: fx.GraphModule, has_values: bool = True) -> tuple[Any, .
 
 def _signature(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return (str(value.dtype), str(tuple(value.shape)), str(value.stride()), str(value.device), value.requires_grad)
+        numbers = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (*value.shape, *value.stride()))
+        return (value.dtype, value.device, value.requires_grad, *numbers)
     return str(type(value))
 
 

@@ -125,6 +125,7 @@ def trace(
     groups = merge_linears(graph, args)
     try:
         rewrite(graph)
+        graph.graph.lint()
         chain = cut(graph, split_at)
         counts = compile_pieces(chain, args, groups, inputs, split_at, compiler, largest, progress)
     except Exception as error:

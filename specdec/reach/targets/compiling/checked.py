@@ -188,7 +188,6 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
         quantise_norms(graph)
         hand_over_sums(graph)
         take_over_tables(graph)
-    graph.graph.lint()
     graph.recompile()
 
 
