@@ -6,7 +6,7 @@ from torch import nn
 
 from specdec.core.errors import GraphError
 from specdec.graphs.compile import walk as walking
-from specdec.graphs.compile.record import record
+from specdec.graphs.compile.record import Fakes, record
 from specdec.graphs.compile.trace import trace
 
 SIN = (torch.ops.aten.sin.default,)
@@ -64,6 +64,24 @@ def test_a_graph_is_called_with_what_it_reads_and_the_number_of_tokens():
     assert {id(t) for t in (*model.parameters(), model.ramp)} < {id(a) for a in args}
     assert not any(a is unused for a in args)
     torch.testing.assert_close(graph(*args)[0], model(x))
+
+
+@torch.no_grad()
+def test_what_follows_takes_results_of_the_same_calls_alone():
+    fakes, first, narrow = Fakes(), Block(), Block()
+    narrow.register_buffer("ramp", torch.ones(1))
+    graphs = []
+    for model, num_tokens in ((first, 6), (Block(), 7), (narrow, 8)):
+        x = examples(num_tokens)
+        graph, args, mode = record(model, (x,), [(x, (0,))], {}, model, fakes, follows=bool(graphs))
+        assert mode is fakes.mode
+        torch.testing.assert_close(graph(*args)[0], model(x))
+        graphs.append(graph)
+    calls = [[n.meta.get("example_value") for n in graph.graph.nodes if n.op != "placeholder"] for graph in graphs]
+    values = [[value for value in results if value is not None] for results in calls]  # not of sizes and writes
+    same = [[a is b for a, b in zip(values[0], others, strict=True)] for others in values[1:]]
+    assert all(same[0]), "nothing is computed again"
+    assert same[1] == sorted(same[1], reverse=True) and 0 < sum(same[1]) < len(same[1]), "until a call is another"
 
 
 class Branching(Block):

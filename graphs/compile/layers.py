@@ -2,7 +2,8 @@
 
 Within the walk of the whole, an op stands for each of them; afterwards the layer's graph is written out in its place.
 So what follows sees one flat graph, and products and norms fuse across layers. Layers are of one kind if their classes,
-plain attributes, weights' shapes and arguments agree, and the two walks, at two numbers of tokens, give one graph.
+plain attributes, weights' shapes and arguments agree, and the two walks, with arguments of two numbers of tokens, give
+one graph.
 """
 
 from collections import defaultdict
@@ -14,12 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as shape_config
 from torch.utils._pytree import tree_leaves, tree_map
 
 from specdec.core.errors import GraphError
 from specdec.graphs.compile.alike import PLAIN, seen, tensors_of
 from specdec.graphs.compile.pieces import Noting, check_guards, fingerprint, is_call
+from specdec.graphs.compile.record import Fakes
 from specdec.graphs.compile.walk import Walked, walk
 
 FEWEST = 3  # layers of a kind: two of them are walked
@@ -36,11 +39,12 @@ class Call(NamedTuple):
 @dataclass(frozen=True)
 class Kind:
     """The graph of a layer, and what its placeholders stand for: ("input", i), ("own", name), ("other", id), ("size",
-    0); others: the tensors of those ids, which all layers of the kind read."""
+    0); others: the tensors of those ids, which all layers of the kind read; mode: of its nodes' example values."""
 
     graph: fx.GraphModule
     operands: list[tuple[str, Any]]
     others: Mapping[int, torch.Tensor]
+    mode: FakeTensorMode
 
 
 # It stands for a layer in the walk of the whole, and is never run.
@@ -81,14 +85,11 @@ class Layers:
             yield
 
     @contextmanager
-    def standing_in(self, numbers: Mapping[Any, Sequence[int]], sizes: tuple[int, int]) -> Iterator[None]:
-        """Walk the layers, see `walk`, and let `specdec::layer` stand for them within the context.
-
-        numbers: ops whose argument 3 differs between equal layers.
-        """
+    def standing_in(self, fakes: Fakes, sizes: tuple[int, int]) -> Iterator[None]:
+        """Walk the layers, see `walk`, and let `specdec::layer` stand for them within the context."""
         kinds: dict[nn.Module, Kind] = {}
         for layers in self._by_arguments():
-            kind = self._kind(layers[0], layers[-1], tuple(numbers), sizes)
+            kind = self._kind(layers[0], layers[-1], fakes, sizes)
             kinds |= dict.fromkeys(layers, kind) if kind is not None else {}
         self.standing = list(kinds.items())
         with _replaced({layer: _stand_in(i, self._calls[layer][0]) for i, layer in enumerate(kinds)}):
@@ -104,10 +105,10 @@ class Layers:
                     alike[number, str(tree_map(seen, calls))].append(layer)
         return [layers for layers in alike.values() if len(layers) >= FEWEST]
 
-    def _kind(self, first: nn.Module, last: nn.Module, ops: Sequence[Any], sizes: tuple[int, int]) -> Kind | None:
+    def _kind(self, first: nn.Module, last: nn.Module, fakes: Fakes, sizes: tuple[int, int]) -> Kind | None:
         """Return the kind of both, None if their graphs differ or cannot be made."""
         try:
-            a, b = (_walk_layer(layer, self._calls[layer], i, ops, sizes) for i, layer in enumerate((first, last)))
+            a, b = (_walk_layer(layer, self._calls[layer], i, fakes, sizes) for i, layer in enumerate((first, last)))
         except GraphError:  # the walk of the whole meets it, and says where
             return None
         is_one = a.operands == b.operands and fingerprint(a.graph, False) == fingerprint(b.graph, False)
@@ -173,10 +174,8 @@ def _stand_in(number: int, call: Call) -> Callable[..., Any]:
     return forward
 
 
-def _walk_layer(
-    layer: nn.Module, calls: Sequence[Call], which: int, ops: Sequence[Any], sizes: tuple[int, int]
-) -> Kind:
-    """Walk one call of `layer`; dimensions that differ between `calls` are T."""
+def _walk_layer(layer: nn.Module, calls: Sequence[Call], which: int, fakes: Fakes, sizes: tuple[int, int]) -> Kind:
+    """Walk one call of `layer`; dimensions that differ between `calls` are T. The second one follows the first."""
     args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, calls[which][:2])
     leaves = _leaves(args, kwargs)
     pairs = zip(*map(_shapes, calls), strict=True)
@@ -186,17 +185,18 @@ def _walk_layer(
         out = type(layer).forward(layer, *args, **kwargs)
         return (out[0] if isinstance(out, tuple) else out,)
 
-    graph, tensors, _ = walk(run, args, list(zip(leaves, dynamic, strict=True)), sizes, kwargs, layer)
+    dims = list(zip(leaves, dynamic, strict=True))
+    graph, tensors, mode = walk(run, args, dims, sizes, kwargs, layer, fakes, follows=which > 0)
     if len(next(n for n in graph.graph.nodes if n.op == "output").args[0]) != 1:
         raise GraphError("a layer keeps tensors elsewhere")
-    for op in ops:
+    for op in fakes.ops:
         number(graph, op, [0] * len(_calls(graph, op)))
     known: dict[int, tuple[str, Any]] = {}
     for name, tensor in tensors_of(layer).items():
         known.setdefault(id(tensor), ("own", name))
     known |= {id(leaf): ("input", i) for i, leaf in enumerate(leaves)}
     operands = [("size", 0) if isinstance(t, int) else known.get(id(t), ("other", id(t))) for t in tensors]
-    return Kind(graph, operands, {id(t): t for t in tensors})
+    return Kind(graph, operands, {id(t): t for t in tensors}, mode)
 
 
 def write_out(walked: Walked, layers: Layers, sizes: tuple[int, int]) -> Walked:
@@ -226,23 +226,25 @@ class _Writing:
         self._last = nodes[-1]
         self._places = {id(arg): node for arg, node in zip(args, nodes, strict=True) if not isinstance(arg, int)}
         self._size = next((n for arg, n in zip(args, nodes, strict=True) if isinstance(arg, int)), None)
-        self._noted: dict[int, list[Any]] = {}  # by kind, example values of its placeholders
+        self._noted: set[int] = set()  # kinds with example values of the mode
 
     def write(self, call: fx.Node, layer: nn.Module, kind: Kind) -> None:
         """Replace `call` by the graph of `kind`."""
         hidden, others, _ = call.args
         inputs: list[Any] = [hidden, *others]  # type: ignore[misc]
         tensors: dict[str, Mapping[Any, torch.Tensor]] = {"own": tensors_of(layer), "other": kind.others}
-        examples = self._noted.get(id(kind), [None] * len(kind.operands))
+        is_noted = kind.mode is self._mode or id(kind) in self._noted
+        given = [n for n in kind.graph.graph.nodes if n.op == "placeholder"]
+        examples = [n.meta["example_value"] if is_noted else None for n in given]
         operands = []
         for (what, which), example in zip(kind.operands, examples, strict=True):
             if what == "input":
                 operands.append(inputs[which])
             else:
                 operands.append(self._size if what == "size" else self._argument(tensors[what][which], example))
-        if id(kind) not in self._noted:
-            self._noted[id(kind)] = [o.meta["example_value"] for o in operands]
-            Noting(kind.graph).run(*self._noted[id(kind)])
+        if not is_noted:
+            self._noted.add(id(kind))
+            Noting(kind.graph).run(*(o.meta["example_value"] for o in operands))
         with self._graph.graph.inserting_before(call):
             result = self._copy(kind, operands)
         call.replace_all_uses_with(result)

@@ -7,7 +7,7 @@ and what it would read from a tensor is an error. Much faster than Dynamo, which
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from specdec.core.errors import GraphError
+from specdec.graphs.compile.alike import PLAIN, seen
 
 SET_ITEM = torch.Tensor.__setitem__
 OPERATORS: dict[str, Any] = {
@@ -33,22 +34,42 @@ OPERATORS: dict[str, Any] = {
 }
 
 
+class Fakes:
+    """Fake tensors of walks that belong together, in one `mode`; num_tokens: T in all of them, once one is known.
+
+    calls: of the last recording, what was called with what, the result, and what keeps alive that it was called with.
+    ops: those whose argument 3 does not tell calls apart.
+    """
+
+    def __init__(self, ops: Sequence[Any] = ()) -> None:
+        with dynamo_config.patch(fake_tensor_cache_enabled=False):  # it costs more than it saves
+            self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self.num_tokens: Any = None
+        self.calls: list[tuple[Any, Any, Callable[[], Any]]] = []
+        self.ops, self.numbered = ops, {form for op in ops for form in (op, op.overloadpacket)}
+
+
 def record(
     fn: Callable[..., Any],
     args: Sequence[Any],
     dynamic: Sequence[tuple[torch.Tensor, Sequence[int]]],
     kwargs: Mapping[str, Any],
     module: nn.Module,
+    fakes: Fakes | None = None,
+    follows: bool = False,
 ) -> tuple[fx.GraphModule, list[Any], FakeTensorMode]:
-    """Record fn(*args, **kwargs); see `walk`. GraphError, or whatever torch raises, for what cannot be recorded."""
-    with dynamo_config.patch(fake_tensor_cache_enabled=False):  # it costs more than it saves
-        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    recorder = _Recorder(mode)
+    """Record fn(*args, **kwargs); see `walk`. GraphError, or whatever torch raises, for what cannot be recorded.
+
+    follows: as long as calls are those of the last recording with `fakes`, they give what they gave there, and T is
+    what it was there.
+    """
+    fakes = fakes or Fakes()
+    recorder = _Recorder(fakes, follows)
     dims = {id(tensor): which for tensor, which in dynamic}
-    fakes = tree_map_only(torch.Tensor, lambda t: recorder.input(t, dims.get(id(t), ())), (tuple(args), dict(kwargs)))
-    with torch.no_grad(), _unchanged(module), mode, enable_python_dispatcher(), recorder:
-        recorder.end(fn(*fakes[0], **fakes[1]))
-    return *recorder.finish(), mode
+    given = tree_map_only(torch.Tensor, lambda t: recorder.input(t, dims.get(id(t), ())), (tuple(args), dict(kwargs)))
+    with torch.no_grad(), _unchanged(module), fakes.mode, enable_python_dispatcher(), recorder:
+        recorder.end(fn(*given[0], **given[1]))
+    return *recorder.finish(), fakes.mode
 
 
 @contextmanager
@@ -71,9 +92,10 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 class _Recorder(TorchFunctionMode):
     """Notes calls of torch as nodes, with example values; tensors that are not fake become arguments."""
 
-    def __init__(self, mode: FakeTensorMode):
+    def __init__(self, fakes: Fakes, follows: bool):
         super().__init__()
-        self._mode = mode
+        self._fakes, self._mode = fakes, fakes.mode
+        self._followed, fakes.calls = iter(fakes.calls if follows else ()), []
         self._graph = fx.Graph()
         self._size = self._last = self._graph.placeholder("num_tokens")
         self._args: dict[fx.Node, Any] = {}
@@ -84,21 +106,35 @@ class _Recorder(TorchFunctionMode):
         sizes = [DimDynamic.DYNAMIC if i in dims else DimDynamic.STATIC for i in range(tensor.dim())]
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         source = ConstantSource(f"input_{len(self._args)}")
-        fake = self._mode.from_tensor(tensor, symbolic_context=context, source=source)
+        key = tensor.dtype, tensor.device, [None if i in dims else n for i, n in enumerate(tensor.shape)]
+        make = partial(self._mode.from_tensor, tensor, symbolic_context=context, source=source)
+        fake: torch.Tensor = self._result(key, make)
         if dims and self._size not in self._args:
             self._args[self._size] = tensor.shape[dims[0]]
-            self._size.meta["example_value"] = fake.shape[dims[0]]
+            if self._fakes.num_tokens is None:
+                self._fakes.num_tokens = fake.shape[dims[0]]
+            self._size.meta["example_value"] = self._fakes.num_tokens
         for dim in dims:
-            assert fake.shape[dim] == self._size.meta["example_value"]  # from then on they are one symbol
+            assert fake.shape[dim] == self._fakes.num_tokens  # from then on they are one symbol
         self._place(tensor, fake)
         return fake
+
+    def _result(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what the recording that is followed has here, if it is of this key and so were all before; else
+        make it."""
+        known = next(self._followed, None)
+        if known is None or known[0] != key:
+            self._followed, known = iter(()), (key, make(), make)
+        self._fakes.calls.append(known)
+        return known[1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._is_any_autocast_enabled():
             raise GraphError("it runs under autocast")  # which no node would tell
         kwargs = kwargs or {}
         fakes = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
-        out = func(*fakes[0], **fakes[1])
+        told = (*args[:3], *args[4:]) if func in self._fakes.numbered else args
+        out = self._result((func, tree_map(_key, (told, kwargs))), lambda: func(*fakes[0], **fakes[1]))
         if func is SET_ITEM or any(isinstance(x, torch.Tensor) for x in tree_leaves(out)):
             kind, target, *given = _called(func, args, kwargs)
             self._keep(self._graph.create_node(kind, target, *fx.node.map_aggregate(given, self._given)), out)
@@ -166,6 +202,16 @@ class _Recorder(TorchFunctionMode):
             raise GraphError(f"a size is {expression}")
         combine = operator.add if expression.is_Add else operator.mul
         return reduce(lambda a, b: self._graph.call_function(combine, (a, b)), map(self._number, expression.args))
+
+
+def _key(value: Any) -> Any:
+    """Return what tells an argument from others as far as results are described: tensors that are not fake by their
+    description."""
+    if isinstance(value, torch.SymInt):
+        return value.node.expr
+    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+        return type(value), seen(value), value.requires_grad
+    return (type(value), value) if isinstance(value, (*PLAIN, torch.Size, slice)) else id(value)
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Any, tuple[Any, ...], Any]:

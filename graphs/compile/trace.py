@@ -17,6 +17,7 @@ from specdec.core.errors import GraphError
 from specdec.graphs.compile.layers import Layers, number, write_out
 from specdec.graphs.compile.merge import MergedWeights, merge_linears
 from specdec.graphs.compile.pieces import Counts, compile_pieces, cut
+from specdec.graphs.compile.record import Fakes
 from specdec.graphs.compile.walk import walk, why
 from specdec.graphs.once import is_once
 
@@ -103,8 +104,9 @@ def trace(
     def flat(layers: Layers | None) -> tuple[fx.GraphModule, list[Any]]:
         """Walk through `fn`: one graph of all it does, whose nodes have example values, and what that is called with:
         the inputs, other tensors, and T where it takes an int."""
-        with nullcontext() if layers is None else layers.standing_in(numbers, sizes):
-            walked = walk(fn, inputs, [(tensor, (0,)) for tensor in inputs], sizes, module=module)
+        fakes = Fakes(tuple(numbers))
+        with nullcontext() if layers is None else layers.standing_in(fakes, sizes):
+            walked = walk(fn, inputs, [(tensor, (0,)) for tensor in inputs], sizes, module=module, fakes=fakes)
         graph, args, _ = walked if layers is None else write_out(walked, layers, sizes)
         for op, values in numbers.items():
             number(graph, op, values)

@@ -16,7 +16,7 @@ from torch.fx.experimental import _config as shape_config
 
 from specdec.core.errors import GraphError
 from specdec.graphs.compile.pieces import check_guards
-from specdec.graphs.compile.record import record
+from specdec.graphs.compile.record import Fakes, record
 
 
 class Walked(NamedTuple):
@@ -45,15 +45,18 @@ def walk(
     sizes: tuple[int, int],
     kwargs: Mapping[str, Any] | None = None,
     module: nn.Module | None = None,
+    fakes: Fakes | None = None,
+    follows: bool = False,
 ) -> Walked:
     """Walk through fn(*args, **kwargs), where `dynamic` dimensions of tensors are T; GraphError if that is not one
     graph, or not one for every T from sizes[0] to sizes[1].
 
-    module: has all modules that `fn` runs, which keep nothing of that; without it Dynamo walks.
+    module: has all modules that `fn` runs, which keep nothing of that; without it Dynamo walks. fakes, follows: see
+    `record`.
     """
     if module is not None:
         with suppress(Exception), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            recorded = Walked(*record(fn, args, dynamic, kwargs or {}, module))
+            recorded = Walked(*record(fn, args, dynamic, kwargs or {}, module, fakes, follows))
             check_guards(recorded.mode.shape_env, *sizes)
             return recorded
     return _walk(fn, args, dynamic, sizes, kwargs or {})
