@@ -1,11 +1,13 @@
 """Recording a callable: the graph that Dynamo finds, at a fraction of the time; what it cannot do is left to Dynamo."""
 
 import pytest
+import sympy
 import torch
 from torch import nn
 
 from specdec.core.errors import GraphError
 from specdec.graphs.compile import walk as walking
+from specdec.graphs.compile.pieces import _holds
 from specdec.graphs.compile.record import Fakes, record
 from specdec.graphs.compile.trace import trace
 
@@ -124,3 +126,13 @@ def test_autocast_is_left_to_dynamo_whose_graph_has_it(walks):
     traced = trace(model, (examples(),), SIN, "eager")
     assert len(walks) == 1
     torch.testing.assert_close(traced(examples(9))[0], model(examples(9)))
+
+
+@pytest.mark.parametrize("relation", [sympy.Eq, sympy.Ne, sympy.Ge, sympy.Lt])
+def test_what_is_taken_for_granted_of_sizes_is_checked_for_all(relation):
+    size = sympy.Symbol("T", integer=True, positive=True)
+    for side in (size, 2 * size - 9, 7 - size, size / 2, size * size - 9 * size, sympy.Mod(size, 3), sympy.Integer(4)):
+        for other in (-1, 0, 1, 4, size, 3 * size - 8):
+            taken = relation(side, other)
+            expected = all(taken.subs(size, n) == True for n in range(2, 13))  # noqa: E712 (sympy)
+            assert _holds(taken, size, 2, 12) == expected, taken

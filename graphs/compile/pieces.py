@@ -272,8 +272,9 @@ def check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> Non
 
 def _holds(relation: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
     """Return whether the relation `relation` holds for every `size` from `smallest` to `largest`."""
-    sizes: Sequence[int] = range(smallest, largest + 1)
-    is_inequality = isinstance(relation, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt)
-    if is_inequality and sympy.diff(relation.lhs - relation.rhs, size).is_number:  # linear: the ends decide
-        sizes = (smallest, largest)
+    sizes: Sequence[Any] = range(smallest, largest + 1)
+    difference = (relation.lhs - relation.rhs).as_poly(size) if isinstance(relation, sympy.Rel) else None
+    if difference is not None and difference.degree() == 1:  # the ends decide, and where both sides are equal
+        slope, offset = difference.all_coeffs()
+        sizes = [smallest, largest, *(n for n in [-offset / slope] if n.is_Integer and smallest <= n <= largest)]
     return all(relation.subs(size, n) == True for n in sizes)  # noqa: E712 (sympy)
