@@ -60,7 +60,7 @@ def _replace(graph: fx.Graph, node: fx.Node, scores: fx.Node, k: int) -> None:
             last.replace_all_uses_with(found)
     node.replace_all_uses_with(chosen)
     for old in (last, node, scores):
-        if old is not None and old in graph.nodes:
+        if old is not None and not old._erased:  # to look for it among all nodes would be quadratic
             erase_upwards(graph, old, lambda n: n.op != "placeholder")
 
 
