@@ -28,13 +28,14 @@ SCAN = torch.ops.specdec.scan.default
 
 def share_keys(graph: fx.GraphModule) -> None:
     """Give scans queries and keys as they are before transformers repeats them (until 5.22), in place."""
+    known: dict[int, torch.Tensor] = {}
     for node in [n for n in graph.graph.nodes if is_function(n, SCAN)]:
         whole = [_unrepeated(x) for x in node.args[:2]]
         if None in whole or value(whole[0]).shape != value(whole[1]).shape:
             continue
         for i, source in enumerate(whole):
             old = node.args[i]
-            node.update_arg(i, _first(graph.graph, source, old))
+            node.update_arg(i, _first(graph.graph, source, old, known))
             erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
 
 
@@ -43,13 +44,14 @@ def take_over_delta_gates(graph: fx.GraphModule) -> None:
 
     Recognised are g = -exp(A_log) * softplus(a + dt_bias) in fp32 and beta = sigmoid(b), as Qwen's hybrids have them.
     """
+    known: dict[int, torch.Tensor] = {}
     for node in [n for n in graph.graph.nodes if is_function(n, SCAN) and len(n.args) > 5]:
         decay, strength = node.args[4:6]
         a, b = _decay(uncast(decay)), _strength(uncast(strength))
         if a is None or b is None or value(a[0]).shape != value(b).shape:
             continue
         with graph.graph.inserting_before(node):
-            given = [_first(graph.graph, x, node) for x in (a[0], b)]
+            given = [_first(graph.graph, x, node, known) for x in (a[0], b)]
             both = graph.graph.call_function(torch.ops.specdec.delta_gates.default, (*given, *a[1:]))
             results = [graph.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
         for i, (new, old) in enumerate(zip(results, (decay, strength), strict=True)):
@@ -58,11 +60,15 @@ def take_over_delta_gates(graph: fx.GraphModule) -> None:
             erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
 
 
-def _first(graph: fx.Graph, source: fx.Node, before: fx.Node) -> fx.Node:
-    """Return a new node source[0], put in before another."""
+def _first(graph: fx.Graph, source: fx.Node, before: fx.Node, known: dict[int, torch.Tensor]) -> fx.Node:
+    """Return a new node source[0], put in before another. known: by example value, which equal layers share, its
+    first."""
     with graph.inserting_before(before):
         new = graph.call_function(operator.getitem, (source, 0))
-    new.meta["example_value"] = value(source)[0]
+    example = value(source)
+    if id(example) not in known:
+        known[id(example)] = example[0]
+    new.meta["example_value"] = known[id(example)]
     return new
 
 
