@@ -90,5 +90,5 @@ def bound(dtype: torch.dtype, moved: float = 0.0) -> float:
 
 def disturb(x: torch.Tensor, unit: float | None = None) -> torch.Tensor:
     """Return x with half of its elements smaller by `unit`, relative; None: by their last bit."""
-    is_lowered = torch.arange(x.numel(), device=x.device).mul(2.4).sin().view(x.shape) > 0
+    is_lowered = torch.arange(x.numel(), device=x.device, dtype=torch.float32).mul(2.4).sin().view(x.shape) > 0
     return torch.where(is_lowered, x * (1 - (torch.finfo(x.dtype).eps / 2 if unit is None else unit)), x)

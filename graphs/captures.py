@@ -26,11 +26,9 @@ class Graph(ABC):
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Collect garbage, and then none within the context: a pass over all that torch and transformers keep is 0.1 s."""
+    """Collect no garbage within the context: a pass over all that torch and transformers keep takes 0.1 to 0.3 s."""
     was_enabled = gc.isenabled()
-    if was_enabled:
-        gc.collect()
-        gc.disable()
+    gc.disable()
     try:
         yield
     finally:

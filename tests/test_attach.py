@@ -409,3 +409,24 @@ def test_what_a_detached_engine_held_is_freed_at_once():
         assert not [pool for pool in pools if pool() is not None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_of_torch_changes_nothing(default):
+    """Which a user may have set to load models."""
+    model = tiny_model("llama")
+    draft, found = random_draft(model, "eagle3"), []
+    processed = {"do_sample": True, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.3, "logit_bias": {5: 1.5}}
+    try:
+        for dtype in (torch.float32, default):
+            torch.set_default_dtype(dtype)
+            traced = {"compile": True, "compiler": "eager", "cuda_graph": True, "logprobs": 2}
+            with specdec.attach(model, draft, num_steps=2, topk=1, max_batch=2, max_seq_len=64, **traced) as engine:
+                prompts, options = [[1, 5, 6, 7], [4, 3]], {"max_new_tokens": 8, "ignore_eos": True}
+                found += [
+                    engine.generate(prompts, **options).tokens,
+                    engine.generate(prompts, **options, **processed).tokens,
+                ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found[:2] == found[2:]

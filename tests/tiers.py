@@ -40,6 +40,7 @@ FIRST = {
     "test_attach.py::test_an_engine_that_is_dropped_leaves_the_model_free": "settings0",
     "test_attach.py::test_copies_of_an_attached_model_are_free": "False",
     "test_attach.py::test_engine_equals_generate": "llama$|gpt_oss",
+    "test_attach.py::test_the_default_dtype_of_torch_changes_nothing": "bfloat16",
     "test_attention_bits.py::test_bits_are_those_of_plain_decoding": "^(full-7-12-64|narrow.*2-1-64|sinks-7-12-7)$",
     "test_attention_bits.py::test_splitting_changes_no_bits": "heads0",
     "test_auto.py::test_drafts_that_have_caught_up_are_what_the_draft_says_from_scratch": "eagle3-c|(modules|block)-t",

@@ -85,7 +85,7 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
 def unpack_mxfp4(words: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Return the weights [N, 128 * B] fp32 of one expert of `pack_mxfp4`."""
     nibbles, shifts = values_of(words), torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
-    table = torch.tensor([*VALUES, *(-v for v in VALUES)], device=words.device)
+    table = torch.tensor([*VALUES, *(-v for v in VALUES)], dtype=torch.float32, device=words.device)
     fields = (exponents.T.unsqueeze(-1) >> shifts & 255).reshape(len(nibbles), -1)
     return table[nibbles] * torch.exp2(fields - OFFSET - 127.0).repeat_interleave(GROUP, 1)
 

@@ -130,7 +130,7 @@ def times_blocks(x: torch.Tensor, weights: Blocks, bias: torch.Tensor | None) ->
 def quantise_twin(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See `quantise`."""
     blocks = x.float().unflatten(-1, (-1, x.shape[-1] if by_row else BLOCK))
-    largest = torch.full((), LARGEST, device=x.device)
+    largest = torch.full((), LARGEST, dtype=torch.float32, device=x.device)
     scales = (blocks.abs().amax(-1) / largest).clamp(min=LEAST)  # by a number, CUDA multiplies by its reciprocal
     return (blocks / scales.unsqueeze(-1)).flatten(-2).to(DTYPE), scales
 

@@ -94,7 +94,7 @@ def unpack(words: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
     """Return the weights [N, K] of `pack` or `pack_nf4`, rounded to `dtype`, which scales of the former had."""
     values = values_of(words)
     if scales.dtype == torch.float32:
-        codes = torch.tensor(NF4, device=words.device)[values]
+        codes = torch.tensor(NF4, dtype=torch.float32, device=words.device)[values]
         return (codes * scales.T.repeat_interleave(NF4_GROUP, 1)).to(dtype)
     halves = scales.T.reshape(-1).view(torch.int16).view(dtype).view(len(values), -1, 2).float()
     scale, offset = halves.repeat_interleave(values.shape[1] // scales.shape[0], 1).unbind(-1)

@@ -90,7 +90,7 @@ class ProcessorState:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
 
         return cls(
-            penalties=torch.tensor([1.0, 0.0, 0.0], device=device).repeat(num_rows, 1),
+            penalties=torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device=device).repeat(num_rows, 1),
             ngram_sizes=zeros(),
             prompt_lens=zeros(),
             num_entries=zeros(),

@@ -58,7 +58,7 @@ class EngineState:
         processors = ProcessorState.empty(history)
         scores = None
         if logprobs is not None:
-            scores = torch.zeros(num_rows, logprobs[0], 1 + 2 * logprobs[1], device=device)
+            scores = torch.zeros(num_rows, logprobs[0], 1 + 2 * logprobs[1], dtype=torch.float32, device=device)
         checksums = None if digests is None else torch.zeros(num_rows, digests, dtype=torch.int64, device=device)
         return cls(zeros(), zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores, checksums)
 

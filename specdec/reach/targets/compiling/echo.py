@@ -25,7 +25,7 @@ class Echo:
         if rope is not None:
             q, k = prepare(q, k, rope)
         group = q.shape[1] // v.shape[1]
-        ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
+        ramp = torch.arange(q.shape[2], device=q.device, dtype=torch.float32).cos() / q.shape[2] ** 0.5
         weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
         return _of_layer(v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype), layer_id)
 
