@@ -385,6 +385,7 @@ def round_kernels() -> None:
     walk.verify_chain(laws, laws[:, :7].contiguous(), nodes, uniforms)
     spine.verify_spine(laws, laws[:, :5].contiguous(), nodes, nodes, nodes, 5, uniforms)
     rows.gather_rows(laws, nodes)
+    rows.keep_last(laws.bfloat16(), nodes[:, 0].clone(), nodes[:, 1].clone(), laws[0].bfloat16())
     rows.starts(ids[:, 0].clone(), ids[:, 1].clone(), nodes[0, :2].clone())
     imposed.impose(verified, nodes, torch.zeros(5, dtype=torch.float64), uniforms[:, 0].clone())
     pool = KVPool([LayerShape(2, 16, 8)], 50, torch.bfloat16, torch.device("cpu"))

@@ -95,7 +95,8 @@ def test_drafts_are_those_of_transformers(kind, has_centroids):
         engine = engine_of(target, draft, max_batch=5, cuda_graph=False, synthetic_acceptance=[0.7, 0.6, 0.5])
     core, batch, texts = after_rounds(engine)
     drafted = core.round.worker.draft(batch).tree.tokens.tolist()
-    logits = core.round.worker.logits[batch.rows]
+    worker = core.round.worker
+    logits = worker.score(worker.hidden[batch.rows])
     assert len({len(text) - n for text, n in zip(texts, map(len, ragged_prompts()), strict=True)}) > 1
     for i, text in enumerate(texts):
         ids = torch.tensor([text], device=DEVICE)
@@ -170,7 +171,7 @@ def test_compiled_steps_draft_the_same(shape):
         assert report.draft.get("layers", "").startswith("compiled" if settings is traced else "")
         with torch.inference_mode():
             _, batch, texts = after_rounds(engine)
-            outs.append((texts, worker.draft(batch).tree.tokens.tolist(), worker.logits[batch.rows].clone()))
+            outs.append((texts, worker.draft(batch).tree.tokens.tolist(), worker.score(worker.hidden[batch.rows])))
         engine.detach()
         assert not worker.compiled
     assert outs[0][:2] == outs[1][:2]

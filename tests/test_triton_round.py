@@ -138,6 +138,16 @@ def test_a_drawn_token_in_front_of_candidates_equals_the_twin(k, has_own):
     assert torch.equal(names[:, 0], drawn) and all(len(set(row)) == k for row in names.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_last_rows_are_kept_where_the_twin_keeps_them(dtype):
+    """Of a request that was over, the first one; states may be wider than what keeps them."""
+    states, rows = torch.randn(3, 4, 1500, generator=generator(1)).to(DEVICE), torch.tensor([4, 0, 2], device=DEVICE)
+    kept = [torch.zeros(6, 1500, dtype=dtype, device=DEVICE) for _ in range(2)]
+    for ops, into in zip((OPS, TORCH_OPS), kept, strict=True):
+        ops.keep_last(states, torch.tensor([4, 0, 2], device=DEVICE), rows, into)
+    assert torch.equal(*kept) and torch.equal(kept[0][4], states[0, 3].to(dtype)) and not kept[0][[1, 3, 5]].any()
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 7, 62, 63, 64, 200])
 def test_chains_equal_the_twin(num_steps):
     ids = torch.randint(0, 1 << 40, (3, num_steps + 1), generator=generator(num_steps)).to(DEVICE)

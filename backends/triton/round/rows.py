@@ -20,6 +20,16 @@ def _gather_kernel(values, index, out, num_rows, h, stride_b, stride_n, BLOCK: t
     tl.store(out + row * h + d, found, mask=d < h)
 
 
+@triton.jit(do_not_specialize=["n", "h"])
+def _keep_last_kernel(states, lens, rows, into, n, h, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_others(PDL, False)
+    request = tl.program_id(0).to(tl.int64)
+    last = tl.maximum(tl.load(lens + request) - 1, 0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(states + (request * n + last) * h + d, mask=d < h, other=0)
+    tl.store(into + tl.load(rows + request) * h + d, found.to(into.dtype.element_ty), mask=d < h)
+
+
 @triton.jit
 def _starts_kernel(seq_lens, roots, rows, out_lens, out_roots, PDL: tl.constexpr):
     wait_for_others(PDL, True)
@@ -76,6 +86,13 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         values, index.contiguous(), out, num_rows, h, values.stride(0), values.stride(1), BLOCK=block, **early()
     )
     return out
+
+
+def keep_last(states: torch.Tensor, lens: torch.Tensor, rows: torch.Tensor, into: torch.Tensor) -> None:
+    """states [bs, n, h], lens and rows [bs] int64, into [num_rows, h] (dense): see `core.functional.ops.RoundOps`."""
+    (bs, n, h), block = states.shape, 1024
+    grid = bs, triton.cdiv(h, block)
+    _keep_last_kernel[grid](states.contiguous(), lens, rows, into, n, h, BLOCK=block, **early())
 
 
 def starts(seq_lens: torch.Tensor, roots: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

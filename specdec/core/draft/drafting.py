@@ -1,7 +1,7 @@
 """The base of draft models that are fed their own states: they grow a chain or a tree a step at a time.
 
-Between rounds a row holds what the last draft-extend (or the prefill) left: the logits of the token after the root,
-and the state that a next step takes, so drafting S deep costs S-1 forwards. Chains: arXiv 2211.17192; trees as in
+Between rounds a row holds what the last draft-extend (or the prefill) left: the state that the token after the root is
+scored from, and that a next step takes, so drafting S deep costs S-1 forwards. Chains: arXiv 2211.17192; trees as in
 EAGLE-2, arXiv 2406.16858.
 """
 
@@ -23,8 +23,11 @@ from specdec.core.functional.verify import VerifyOutput
 class SteppingWorker(DraftModelWorker):
     """Drafts a step a forward.
 
-    State by row: `logits` [num_rows, dv], and `hidden` [num_rows, h_d] of a model that is fed its own states.
+    State by row: `hidden` [num_rows, h_d], which predicts the token after the root. is_fed_states: whether a step takes
+    the state of the node before, besides its token.
     """
+
+    is_fed_states = True
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class SteppingWorker(DraftModelWorker):
         state_size: int,
         dtype: torch.dtype,
     ):
-        """state_size: h_d, 0 for a model that is fed tokens only; vocab_size V: the target's."""
+        """state_size: h_d; vocab_size V: the target's."""
         ahead = 1 - parts.spec.id_shift
         super().__init__(parts, hot_ids=hot_ids, vocab_size=vocab_size, dtype=dtype, ahead=ahead)
         config, device = parts.config, hot_ids.device
@@ -44,8 +47,7 @@ class SteppingWorker(DraftModelWorker):
         self.candidate_depths, self.on_spine = self.with_lookup(depths), spine.firsts(depths)
         self.own_bits = node_bits(config).to(device)  # [S-1, K, W]
         self.node_depths = torch.arange(len(self.own_bits), device=device).repeat_interleave(config.topk)
-        self.logits = torch.zeros(config.num_rows, self.hot_ids.numel(), dtype=dtype, device=device)
-        self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device) if state_size else None
+        self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device)
 
     @abstractmethod
     def run(
@@ -83,8 +85,7 @@ class SteppingWorker(DraftModelWorker):
         ids = verified.tokens.clamp(min=0).view(-1)
         states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, features, q_len=width).unflatten(0, (-1, width))
         self.commit(batch, width, verified.accept_lens)
-        last = verified.accept_lens.unsqueeze(1) - 1
-        self.keep(batch.rows, self.ops.gather_rows(states, last).squeeze(1))
+        self.ops.keep_last(states, verified.accept_lens, batch.rows, self.hidden)
 
     def forward(
         self,
@@ -110,10 +111,8 @@ class SteppingWorker(DraftModelWorker):
             commit(batch.slot_table, batch.rows, batch.seq_lens + self.ahead, path)
 
     def keep(self, rows: torch.Tensor, states: torch.Tensor) -> None:
-        """Store the states [n, h_d] that predict the next tokens of `rows`, and their logits."""
-        if self.hidden is not None:
-            self.hidden[rows] = states
-        self.logits[rows] = self.score(states).to(self.logits.dtype)  # a head may give fp32 for states in bf16
+        """Store the states [n, h_d] that predict the next tokens of `rows`."""
+        self.hidden[rows] = states.to(self.hidden.dtype)
 
     def tail_depths(self, ids: torch.Tensor, num_steps: int) -> torch.Tensor:
         """Return the depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, ids [bs, K] each."""
@@ -125,7 +124,8 @@ class SteppingWorker(DraftModelWorker):
 
     def _draft_chain(self, batch: RoundBatch) -> Draft:
         """K=1: the best (or a drawn) token a step."""
-        logits, steps = self.of_rows(self.logits, batch.rows), self.steps(batch)
+        steps = self.steps(batch)
+        logits = self.score(steps.root)
         tokens: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
         for step in range(batch.shape.num_steps):
@@ -142,7 +142,7 @@ class SteppingWorker(DraftModelWorker):
         """
         k, bs, steps, has_spine = self.config.topk, batch.rows.shape[0], self.steps(batch), self.draws(batch)
         laws: list[torch.Tensor] = []
-        logits = self.of_rows(self.logits, batch.rows).unsqueeze(1)
+        logits = self.score(steps.root).unsqueeze(1)
         best, ids = (t[:, 0] for t in self._children(batch, 0, logits, laws))  # [bs, K]
         names = torch.arange(k, device=ids.device).repeat(bs, 1)
         frontier = Frontier(ids, best, names, self.own_bits[:1].repeat(bs, 1, 1))
@@ -178,12 +178,14 @@ class SteppingWorker(DraftModelWorker):
 class Steps:
     """The forwards of one round's draft, a step at a time: K new nodes each, which see their ancestors.
 
-    module: of the head, the one whose states came last (see `RecyclingHead`).
+    root [bs, h_d]: the states that predict the tokens after the roots. module: of the head, the one whose states came
+    last (see `RecyclingHead`).
     """
 
     def __init__(self, worker: SteppingWorker, batch: RoundBatch):
         self.worker = worker
         self.batch = batch
+        self.root = worker.of_rows(worker.hidden, batch.rows)
         self.step = self.module = 0
         self._states: torch.Tensor | None = None  # [bs, K, h_d] of the last step
 
@@ -206,10 +208,10 @@ class Steps:
 
     def _inputs(self, k: int, above: torch.Tensor | None) -> torch.Tensor | None:
         """Return what the nodes of a step are fed: their parents' states [bs*K, h_d]."""
-        if self.worker.hidden is None:
+        if not self.worker.is_fed_states:
             return None
         if self._states is None:
-            return self.worker.of_rows(self.worker.hidden, self.batch.rows).repeat_interleave(k, 0)
+            return self.root if k == 1 else self.root.repeat_interleave(k, 0)
         states = self._states if above is None else self.worker.ops.gather_rows(self._states, above)
         return states.flatten(0, 1)
 

@@ -23,7 +23,6 @@ class ModulesWorker(HeadWorker):
 
     def __init__(self, parts: DraftParts, head: RecyclingHead):
         super().__init__(parts, head)
-        assert self.hidden is not None
         self.last = self.hidden.new_zeros(self.hidden.shape[0], self.head.num_modules, self.hidden.shape[1])
 
     def steps(self, batch: RoundBatch) -> Steps:

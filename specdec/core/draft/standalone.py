@@ -18,13 +18,14 @@ class StandaloneWorker(SteppingWorker):
     """Drafts with a live model of its own."""
 
     has_begin = True
+    is_fed_states = False
 
     def __init__(self, parts: DraftParts, draft: Target):
         super().__init__(
             parts,
             hot_ids=torch.arange(draft.spec.vocab_size, device=draft.device),
             vocab_size=draft.spec.vocab_size,
-            state_size=0,
+            state_size=draft.spec.hidden_size,
             dtype=draft.dtype,
         )
         self.model = draft

@@ -24,6 +24,8 @@ class RoundOps:
     `.verify`; process: `specdec.core.functional.processors`; sample, law (`process_logits`): `.sampling` beside it;
     uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
+    keep_last(states [bs, n, h], lens [bs], rows [bs], into [num_rows, h]): line lens-1 (0 for none) of each request's
+        states to its row of `into`, in place;
     impose: `.verify.impose_acceptance`; starts(seq_lens, roots, rows [bs]) -> both of `rows`, [bs] int64;
     trim(verified, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the output cut at stops and
         limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
@@ -56,6 +58,7 @@ class RoundOps:
     sample: Callable[..., torch.Tensor]
     uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    keep_last: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     impose: Callable[[VerifyOutput, Tree, torch.Tensor, torch.Tensor], VerifyOutput]
     starts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     trim: Callable[[VerifyOutput, torch.Tensor, torch.Tensor, torch.Tensor], VerifyOutput]

@@ -32,6 +32,10 @@ def _gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values.gather(1, wide)
 
 
+def _keep_last(states: torch.Tensor, lens: torch.Tensor, rows: torch.Tensor, into: torch.Tensor) -> None:
+    into[rows] = states[torch.arange(len(lens), device=lens.device), (lens - 1).clamp(min=0)].to(into.dtype)
+
+
 def _trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> VerifyOutput:
     left = remaining[rows]
     verified, finished = verify.trim(verified, stop_ids[rows], left)
@@ -99,6 +103,7 @@ TORCH_OPS = RoundOps(
     sample=sampling.sample,
     uniforms=_uniforms,
     gather_rows=_gather_rows,
+    keep_last=_keep_last,
     impose=verify.impose_acceptance,
     starts=lambda seq_lens, roots, rows: (seq_lens[rows], roots[rows]),
     trim=_trim,
@@ -178,6 +183,7 @@ def _triton_ops() -> RoundOps:
         sample=draws.sample,
         uniforms=sampling.uniform,
         gather_rows=rows.gather_rows,
+        keep_last=rows.keep_last,
         impose=impose,
         starts=rows.starts,
         trim=cut,
