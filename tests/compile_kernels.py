@@ -204,7 +204,7 @@ def compile_quantised(num_rows: int, K: int, dtype: torch.dtype) -> None:
 
 def products_and_norms() -> None:
     """Few rows and many, by TMA and without, gated, with and without bias; norms of a layer and of heads."""
-    from specdec.backends.triton.linear import gates, norms, products
+    from specdec.backends.triton.linear import gates, inputs, norms, products
 
     for num_rows, N, K, dtype in (
         (1, 960, 576, torch.bfloat16),
@@ -226,6 +226,9 @@ def products_and_norms() -> None:
     for x in (rows, rows[:, :576].half(), rows.view(3, 64, 128)[:, :8], rows[:, :35]):
         norms.rms_norm(x, rows[0, : x.shape[-1]], 1e-5, 1.0, True)
         norms.add_rms_norm(x, x, rows[0, : x.shape[-1]], 1e-5, 0.0, False)
+    for H, R, is_late in ((8192, 128, True), (96, 16, False)):
+        states, tables, ids = rows[:, :H].contiguous(), torch.zeros(9, 2, R, dtype=rows.dtype), torch.zeros(3).long()
+        inputs.joined_inputs(ids, states, states, ids, tables, states[0], states[1], 1e-5, 0.0, is_late)
     gates.apply_gate(rows[:, :512], rows[:, 512:1024], "silu")
     gates.apply_gate(rows[:, :512].view(3, 2, 256), rows[:, :512], "sigmoid")
     norms.gated_rms_norm(rows[:1].view(-1, 128), rows[:, 8:4104].view(3, 32, 128)[:2], rows[0, :128], 1e-5)

@@ -81,7 +81,7 @@ def test_the_text_is_the_targets_and_drafts_are_nearly_those_of_the_head(algo, s
     assert all(t.equal(before[name]) for name, t in head.state_dict().items())
 
 
-@pytest.mark.parametrize(("algo", "num_products"), [("eagle", 24), ("eagle3", 22), ("nextn", 24)])
+@pytest.mark.parametrize(("algo", "num_products"), [("eagle", 23), ("eagle3", 21), ("nextn", 23)])
 def test_layers_traced_are_layers_as_they_are(algo, num_products, monkeypatch):
     """In graphs of compiled layers, where products of one input are joined, tau and text are those without."""
     model, prompts = wide_model(), ragged_prompts()[:3]
@@ -99,7 +99,7 @@ def test_layers_traced_are_layers_as_they_are(algo, num_products, monkeypatch):
             monkeypatch.undo()
     if DEVICE.type == "cpu":  # elsewhere compiled layers round otherwise, and kernels take the twin's place
         assert taus[0] == taus[1]
-        # Four passes: QKV, o, gate and up, down, output head; what reads both inputs, or features.
+        # Four passes: QKV, o, gate and up, down; what reads both inputs, or features. The output head of three steps.
         assert calls.call_count == num_products
 
 

@@ -12,8 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.backends import linear as ops
 from specdec.backends.gates import ACTIVATIONS, apply_gate_twin
+from specdec.backends.linear.inputs import joined_inputs_twin
 from specdec.backends.linear.reference import add_rms_norm_twin, gated_rms_norm_twin, product_twin, rms_norm_twin
-from specdec.backends.triton.linear import cublas, gates, norms, products, tiles
+from specdec.backends.triton.linear import cublas, gates, inputs, norms, products, tiles
 from specdec.backends.triton.linear.strides import strided_rows
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 from tests.early_starts import check_early_starts
@@ -151,6 +152,23 @@ def test_norms_equal_their_twins_and_rows_alone_equal_rows_together(offset, is_l
         assert norms.rms_norm(total, *settings).equal(normed)
         for rows in (1, 2, 5):
             assert norms.rms_norm(total[:rows], *settings).equal(normed[:rows])
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize(("offset", "is_late"), [(0.0, False), (1.0, True)])
+@pytest.mark.parametrize("H", [24, 1100])
+def test_joined_inputs_equal_their_twin_and_have_the_bits_of_norms(H, offset, is_late, dtype):
+    random = torch.Generator().manual_seed(H)
+    shapes = (50, H), (7, H), (20, 2, 16), (H,), (H,)
+    table, states, tables, *weights = (torch.randn(s, generator=random).to(DEVICE, dtype) for s in shapes)
+    ids, positions = torch.tensor([[3, -1, 49, 0, -2, 3, 8], [19, 0, 1, 2, 2, 7, 18]], device=DEVICE)
+    settings = (states, positions, tables, *weights, 1e-3, offset, is_late)
+    ours, rope = inputs.joined_inputs(ids, table, *settings)
+    twin, rows = joined_inputs_twin(ids, table, *settings)
+    assert_close(ours, twin, steps=2)
+    assert rope.equal(rows) and rope.equal(tables[positions])
+    pairs = (table[ids.clamp(min=0)], weights[1]), (states, weights[0])
+    assert ours.equal(torch.cat([norms.rms_norm(x, w, 1e-3, offset, is_late) for x, w in pairs], -1))
 
 
 @pytest.mark.parametrize("dtype", BITS, ids=str)

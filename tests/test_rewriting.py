@@ -99,11 +99,13 @@ def test_hybrids_with_experts_have_no_ops_of_others_around_their_recurrence(flat
     assert found["rope_tables"] == 1 and all(covered), "of three equal positions; no compiler is needed"
 
 
-@pytest.mark.parametrize("algo", ["eagle", "eagle3"])
-def test_drafts_are_of_our_ops(algo, flat):
+@pytest.mark.parametrize(("algo", "num_joined"), [("eagle", 0), ("eagle3", 1), ("nextn", 1)])
+def test_drafts_are_of_our_ops(algo, num_joined, flat):
+    """Heads that norm both read embeddings and states, and look tables up, in one op."""
     model = tiny_model("llama")
     specdec.attach(model, random_draft(model, algo), algo=algo, compile=True, compiler="eager").detach()
     assert len(flat) >= 2 and all(all(covered) for _, covered in flat)
+    assert sum(found["joined_inputs"] for found in flat.ops) == num_joined
 
 
 def norm(x, weight, eps=1e-5, offset=0.0, power=2, dim=-1):

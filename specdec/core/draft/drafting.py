@@ -58,7 +58,10 @@ class SteppingWorker(DraftModelWorker):
         hidden: torch.Tensor | None,
         module: int = 0,
     ) -> torch.Tensor:
-        """The model's states [T, h_d] of ids [T] at positions [T], beside hidden [T, h_d]; attention is in scope."""
+        """The model's states [T, h_d] of ids [T] at positions [T], beside hidden [T, h_d]; attention is in scope.
+
+        ids below 0, past accepted tokens, count as any id.
+        """
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor | None:
         """Return the states that stand beside true tokens, from the target's features [T, num_aux*h]."""
@@ -82,7 +85,7 @@ class SteppingWorker(DraftModelWorker):
         features = None
         if aux is not None:
             features = self.inputs(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1))
-        ids = verified.tokens.clamp(min=0).view(-1)
+        ids = verified.tokens.view(-1)
         states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, features, q_len=width).unflatten(0, (-1, width))
         self.commit(batch, width, verified.accept_lens)
         self.ops.keep_last(states, verified.accept_lens, batch.rows, self.hidden)

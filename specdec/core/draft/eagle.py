@@ -55,15 +55,12 @@ class HeadWorker(SteppingWorker):
             return self.run_live(ids, positions, hidden, module)
 
     def run_live(self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, module: int) -> torch.Tensor:
-        """`run` by the head's own modules; needs `RecyclingHead.routed`. This is what gets traced."""
-        rope = Rope(*self.rope_tables[positions].unbind(1))
-        return self.head(self.embed_tokens(ids), hidden, rope, attend, module)
+        """`run` by the head's own modules; needs `RecyclingHead.routed`. This is what gets traced.
 
-    def prefill_layers(
-        self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
-    ) -> torch.Tensor:
-        # The token after a prompt whose logits are not finite is -1: that request is over, any id will do.
-        return super().prefill_layers(ids.clamp(min=0), positions, features, module)
+        ids are -1 past accepted tokens, and after a prompt whose logits are not finite: any id will do.
+        """
+        rope = Rope(*self.rope_tables[positions].unbind(1))
+        return self.head(self.embed_tokens(ids.clamp(min=0)), hidden, rope, attend, module)
 
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         if ("norm", module) in self.compiled:

@@ -48,7 +48,7 @@ class ModulesWorker(HeadWorker):
         assert aux is not None, "a head reads features"
         width = verified.tokens.shape[1]
         inputs = self.inputs(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1))
-        ids, before = verified.tokens.clamp(min=0).view(-1), self.last[batch.rows]
+        ids, before = verified.tokens.view(-1), self.last[batch.rows]
         end, ends = verified.accept_lens.unsqueeze(1) - 1, []
         for module in range(self.head.num_modules):
             states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, inputs, module, q_len=width)

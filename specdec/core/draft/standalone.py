@@ -39,7 +39,7 @@ class StandaloneWorker(SteppingWorker):
         hidden: torch.Tensor | None,
         module: int = 0,
     ) -> torch.Tensor:
-        return self.model.layers(mode, ids, positions)[0]
+        return self.model.layers(mode, ids if mode == ForwardMode.DRAFT else ids.clamp(min=0), positions)[0]
 
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         return self.model.head(states) if self.narrow is None else self.narrow(states)

@@ -35,7 +35,7 @@ KINDS = {
     "experts": ("grouped_linear", "weighted_sum"),
     "routers": ("top_scores", "topk"),
     "recurrent layers": ("conv", "scan"),
-    "norms": ("rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8", "mean"),
+    "norms": ("rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8", "joined_inputs", "mean"),
 }
 
 

@@ -20,6 +20,7 @@ from specdec.graphs.compile.kept import folder, keeping, num_found, renewing
 from specdec.graphs.once import equal_parts_once
 from specdec.reach.targets.compiling.adapters import join_adapters, take_in_adapters
 from specdec.reach.targets.compiling.echo import disturbed, echoing
+from specdec.reach.targets.compiling.inputs import take_over_inputs
 from specdec.reach.targets.compiling.matching import drop_casts
 from specdec.reach.targets.compiling.norms import take_over_norms
 from specdec.reach.targets.compiling.products import take_over_gates, take_over_products
@@ -194,6 +195,7 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
         take_over_delta_gates(graph)
         take_in_adapters(graph)
         take_over_norms(graph)
+        take_over_inputs(graph)
         hand_over_norms(graph, ATTENTION)
         quantise_norms(graph)
         hand_over_sums(graph)

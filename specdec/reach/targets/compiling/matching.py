@@ -105,6 +105,20 @@ def replace(graph: fx.Graph, op: Any, arguments: tuple[Any, ...], last: fx.Node,
     erase_unused(graph, parts)
 
 
+def replace_pair(
+    graph: fx.Graph, op: Any, arguments: tuple[Any, ...], pair: tuple[fx.Node, fx.Node], before: fx.Node
+) -> None:
+    """Put a call of `op`, which gives two tensors, before a node, and erase the `pair` and what it alone used."""
+    with graph.inserting_before(before):
+        both = graph.call_function(op, arguments)
+        for i, old in enumerate(pair):
+            new = graph.call_function(operator.getitem, (both, i))
+            new.meta = dict(old.meta)
+            old.replace_all_uses_with(new)
+    for old in pair:
+        erase_upwards(graph, old, lambda n: n.op != "placeholder")
+
+
 def erase_upwards(graph: fx.Graph, node: fx.Node, is_part: Callable[[fx.Node], bool]) -> None:
     """Erase `node` and the inputs that it alone used, as far as they are parts."""
     if node.users or not is_part(node):

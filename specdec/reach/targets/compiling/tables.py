@@ -16,10 +16,12 @@ from specdec.reach.targets.compiling.matching import (
     is_product,
     is_tensor,
     only_user,
+    replace_pair,
     uncast,
     value,
 )
 
+ROPE_TABLES = torch.ops.specdec.rope_tables.default
 _ALL = slice(None, None, None)
 
 
@@ -46,19 +48,7 @@ def take_over_tables(graph: fx.GraphModule) -> None:
                 positions = graph.graph.call_function(operator.getitem, (positions, 0))
         is_doubled = is_doubled or is_twice
         arguments = (positions, frequencies, scale, is_doubled, value(cos).dtype)
-        _replace(graph.graph, arguments, (cos, sin), min(node, sines[0]))
-
-
-def _replace(graph: fx.Graph, arguments: tuple[Any, ...], pair: tuple[fx.Node, fx.Node], before: fx.Node) -> None:
-    """Put our op before a node, in place of the `pair` of tables."""
-    with graph.inserting_before(before):
-        tables = graph.call_function(torch.ops.specdec.rope_tables.default, arguments)
-        for i, old in enumerate(pair):
-            new = graph.call_function(operator.getitem, (tables, i))
-            new.meta = dict(old.meta)
-            old.replace_all_uses_with(new)
-    for old in pair:
-        erase_upwards(graph, old, lambda n: n.op != "placeholder")
+        replace_pair(graph.graph, ROPE_TABLES, arguments, (cos, sin), min(node, sines[0]))
 
 
 def _drop_equal_writes(graph: fx.Graph) -> None:

@@ -1,0 +1,58 @@
+"""`specdec::joined_inputs`: what the first layer of a draft head reads, in one launch."""
+
+import torch
+import torch.nn.functional as F
+
+from specdec.backends.library import op
+from specdec.backends.linear import NORM_ARGUMENTS, has_kernels
+from specdec.backends.linear.reference import rms_norm_twin
+
+
+@op(
+    "joined_inputs(Tensor ids, Tensor embedding, Tensor states, Tensor positions, Tensor tables, Tensor state_weight,"
+    f" {NORM_ARGUMENTS}) -> (Tensor, Tensor)",
+    lambda ids, _, states, positions, tables, *rest: (
+        states.new_empty(states.shape[0], 2 * states.shape[1]),
+        tables.new_empty(positions.shape[0], *tables.shape[1:]),
+    ),
+)
+def joined_inputs(
+    ids: torch.Tensor,
+    embedding: torch.Tensor,
+    states: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    state_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return norms of embeddings and of states, side by side [T, 2*H], and the rows of tables at positions [T, 2, R].
+
+    ids, positions: [T] int64, ids below 0 count as 0. embedding: [V, H], states: [T, H]; weight, state_weight: [H], of
+    their norms, see `rms_norm`; all of one dtype. tables: [N, 2, R], a rope's cosines and sines by position.
+    """
+    if not has_kernels(states):
+        return joined_inputs_twin(ids, embedding, states, positions, tables, state_weight, weight, eps, offset, is_late)
+    from specdec.backends.triton.linear import inputs
+
+    norms = (state_weight, weight, eps, offset, is_late)
+    return inputs.joined_inputs(ids, embedding, states, positions, tables, *norms)
+
+
+def joined_inputs_twin(
+    ids: torch.Tensor,
+    embedding: torch.Tensor,
+    states: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    state_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `joined_inputs`."""
+    pairs = (F.embedding(ids.clamp(min=0), embedding), weight), (states, state_weight)
+    return torch.cat([rms_norm_twin(x, w, eps, offset, is_late) for x, w in pairs], -1), tables[positions]
