@@ -370,7 +370,7 @@ def round_kernels() -> None:
     nodes, laws = ids[:, :8].contiguous(), torch.zeros(2, 8, 5000)
     uniforms = sampling.uniform(ids[:, 0].clone(), ids[:, 0].clone(), 64, 8)
     for names in (None, torch.arange(5000)):
-        draws.sample(laws[:, 0], uniforms[:, 0].clone(), names)
+        draws.sample(laws[:, 0], uniforms[:, 1], names)
     for own in (None, floats[:, 0].clone()):
         spine.put_first(ids[:, 0].clone(), ids[:, :8], floats[:, :8], own, (-0.5, -1.0))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

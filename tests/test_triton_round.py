@@ -278,7 +278,7 @@ def test_draws_equal_the_twin(vocab):
     probs[2] = 0
     probs[3] = 0
     probs[3, vocab // 2] = 1
-    u = torch.tensor([0.0, 1.0, 0.5, 0.999, 0.3, 0.7], dtype=torch.float64)
+    u = torch.tensor([0.0, 1.0, 0.5, 0.999, 0.3, 0.7], dtype=torch.float64).repeat_interleave(2)[::2]  # as of a column
     for names in (None, torch.randperm(3 * vocab, generator=g)[:vocab]):
         got = OPS.sample(probs.to(DEVICE), u.to(DEVICE), names if names is None else names.to(DEVICE))
         assert torch.equal(got, sampling.sample(probs, u, names).to(DEVICE))

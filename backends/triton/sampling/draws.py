@@ -158,13 +158,22 @@ def _parts_kernel(laws, parts, V: tl.constexpr, BLOCK: tl.constexpr):
     _store_parts(own, law, 1.0, law, 0.0, law, 0, block, V, BLOCK, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["u_stride"], do_not_specialize_on_alignment=["u"])
 def _sample_kernel(
-    laws, parts, u, names, out, V: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, HAS_NAMES: tl.constexpr
+    laws,
+    parts,
+    u,
+    names,
+    out,
+    u_stride,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_NAMES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     law, own = laws + row * V, parts + row * ((V + BLOCK - 1) // BLOCK) * _FIELDS
-    token = _draw(own, law, 1.0, law, 0.0, law, 0, tl.load(u + row), V, BLOCK, SLOTS, False)
+    token = _draw(own, law, 1.0, law, 0.0, law, 0, tl.load(u + row * u_stride), V, BLOCK, SLOTS, False)
     if HAS_NAMES:
         token = tl.load(names + token)
     tl.store(out + row, token)
@@ -185,9 +194,9 @@ def sample(probs: torch.Tensor, u: torch.Tensor, names: torch.Tensor | None = No
     """
     (num_rows, vocab), laws = probs.shape, probs.contiguous()
     shape, slots = _blocks(vocab)
-    parts, out = _empty_parts(laws, num_rows, vocab, shape), torch.empty_like(u, dtype=torch.int64)
+    parts, out = _empty_parts(laws, num_rows, vocab, shape), torch.empty(num_rows, dtype=torch.int64, device=u.device)
     _parts_kernel[(num_rows, parts.shape[1])](laws, parts, V=vocab, **shape)
-    inputs = (laws, parts, u.contiguous(), out if names is None else names, out)
+    inputs = (laws, parts, u, out if names is None else names, out, u.stride(0))
     _sample_kernel[(num_rows,)](*inputs, V=vocab, SLOTS=slots, HAS_NAMES=names is not None, **shape)
     return out
 

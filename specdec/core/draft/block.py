@@ -62,7 +62,7 @@ class BlockWorker(DraftModelWorker):
             self._inject(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1), metadata.positions)
 
     def draft(self, batch: RoundBatch) -> Draft:
-        states = self.states(batch)
+        batch, states = self.with_uniforms(batch), self.states(batch)
         logits = self.score(states.flatten(0, 1)).unflatten(0, states.shape[:2])
         return (
             self._draft_chain(batch, states, logits)

@@ -74,6 +74,7 @@ class SteppingWorker(DraftModelWorker):
         return self.run(ForwardMode.EXTEND, ids, positions, hidden, module)
 
     def draft(self, batch: RoundBatch) -> Draft:
+        batch = self.with_uniforms(batch)
         return self._draft_chain(batch) if batch.shape.topk == 1 else self._draft_tree(batch)
 
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:

@@ -4,6 +4,7 @@ The model has a KV pool of its own under the target's slot numbers.
 """
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -101,6 +102,14 @@ class DraftModelWorker(DraftWorker):
         """Return whether the drafts of `batch`, or the spine of their tree, are drawn from the draft's own law."""
         return batch.sampling is not None and self.draws_chains
 
+    def with_uniforms(self, batch: RoundBatch) -> RoundBatch:
+        """Return `batch` with what its drafts are drawn by, if they are."""
+        if not self.draws(batch):
+            return batch
+        assert batch.sampling is not None
+        draws = batch.sampling["seed"], batch.seq_lens, STREAM_DRAFT, batch.shape.num_steps
+        return replace(batch, uniforms=self.ops.uniforms(*draws))
+
     def guided(self, batch: RoundBatch, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits [bs, n, dv] of draft step `step` without what grammars are known to forbid there."""
         return logits if batch.guide is None else self.ops.guided(logits, batch.guide, step, self.hot_ids)
@@ -110,11 +119,9 @@ class DraftModelWorker(DraftWorker):
         is appended to `laws`."""
         if not self.draws(batch):
             return self.ops.best_token(logits, self.hot_ids)
-        assert batch.sampling is not None
-        law = self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1)
-        draws = self.ops.uniforms(batch.sampling["seed"], batch.seq_lens, STREAM_DRAFT + step, 1)
-        laws.append(law)
-        return self.ops.sample(law, draws.squeeze(1), self.hot_ids)
+        assert batch.sampling is not None and batch.uniforms is not None
+        laws.append(self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1))
+        return self.ops.sample(laws[-1], batch.uniforms[:, step], self.hot_ids)
 
     def build(
         self, batch: RoundBatch, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor

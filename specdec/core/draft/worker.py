@@ -33,7 +33,8 @@ class RoundBatch:
     [num_rows, width] both, which are int32 and not gathered;
     seq_lens [bs]: L; roots [bs]: token at L; sampling: None if every request is greedy; max_prefix: host upper bound of
     L; shape: what the round drafts; is_processed: logits are processed before they are judged (drafts are not);
-    is_constrained: grammars mask them first; guide: what they tell the draft. All other tensors int64.
+    is_constrained: grammars mask them first; guide: what they tell the draft; uniforms [bs, S] float64: what
+    drafts are drawn by, where a worker draws them. All other tensors int64.
     """
 
     rows: torch.Tensor
@@ -47,6 +48,7 @@ class RoundBatch:
     is_processed: bool = False
     is_constrained: bool = False
     guide: Guide | None = None
+    uniforms: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
