@@ -13,7 +13,7 @@ from torch import nn
 
 from specdec.backends.op import forward_context
 from specdec.core.batch import ForwardMode
-from specdec.core.draft.drafting import SteppingWorker
+from specdec.core.draft.drafting import Output, SteppingWorker
 from specdec.core.draft.worker import Draft, DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.core.functional.verify import VerifyOutput
 
@@ -82,7 +82,7 @@ class AssistantWorker(SteppingWorker):
 
     def draft(self, batch: RoundBatch) -> Draft:
         features = self.of_rows(self.features, batch.rows)
-        self.keep(batch.rows, self._at_root(batch, batch.roots.clamp(min=0), features))
+        self.keep(batch.rows, self._at_root(batch, batch.roots.clamp(min=0), features).states)
         return super().draft(batch)
 
     def forward(
@@ -93,7 +93,7 @@ class AssistantWorker(SteppingWorker):
         hidden: torch.Tensor | None,
         module: int = 0,
         **shape: Any,
-    ) -> torch.Tensor:
+    ) -> Output:
         """Run a step of ids [bs*n] after own states [bs*n, h_d]; whatever their depth, nodes see the same tokens."""
         assert hidden is not None, "an assistant reads states"
         return self._at_root(batch, ids, self.assistant.widened(hidden))
@@ -105,21 +105,23 @@ class AssistantWorker(SteppingWorker):
         positions: torch.Tensor,
         hidden: torch.Tensor | None,
         module: int = 0,
-    ) -> torch.Tensor:
+    ) -> Output:
         assert hidden is not None, "an assistant reads states"
         if "step" in self.compiled:
-            return self.compiled["step"](ids.contiguous(), positions, hidden.contiguous())[0]
+            (states,) = self.compiled["step"](ids.contiguous(), positions, hidden.contiguous())
+            return Output(states, states)
         with self.assistant.routed():
-            return self.run_live(ids, positions, hidden)[0]
+            (states,) = self.run_live(ids, positions, hidden)
+            return Output(states, states)
 
     def run_live(self, ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor]:
         """Run `run` by the live modules; needs `Assistant.routed`. This is what gets traced."""
         return (self.assistant.step(self.target.embed_tokens(ids), states, positions),)
 
-    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
-        return self.assistant.head(states) if self.narrow is None else self.narrow(states)
+    def score(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.assistant.head(normed) if self.narrow is None else self.narrow(normed)
 
-    def _at_root(self, batch: RoundBatch, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def _at_root(self, batch: RoundBatch, ids: torch.Tensor, states: torch.Tensor) -> Output:
         """Run a step of ids [bs*n] beside states [bs*n, h]: n requests of one query each for one of the batch.
 
         A query stands in the plan where the last committed token is, whose K/V are there; it is rotated by L.

@@ -92,9 +92,8 @@ class BlockWorker(DraftModelWorker):
         """k and v [T, Hkv, d] of layer 0, of layer 1, ... of the target's features [T, num_aux*h]."""
         return tuple(chain.from_iterable(self.head.keys_values(self.head.fuse(features))))
 
-    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
-        """Logits [T, dv] of normed states [T, h_d]."""
-        return self.narrow(states) if self.narrow is not None else self.head.project(states, self.target.head)
+    def score(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.narrow(normed) if self.narrow is not None else self.head.project(normed, self.target.head)
 
     @property
     def facts(self) -> dict[str, Any]:

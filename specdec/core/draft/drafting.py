@@ -6,7 +6,7 @@ EAGLE-2, arXiv 2406.16858.
 """
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,13 @@ from specdec.core.draft.worker import Draft, DraftParts, RoundBatch
 from specdec.core.functional import spine
 from specdec.core.functional.tree import Frontier, own_bits
 from specdec.core.functional.verify import VerifyOutput
+
+
+class Output(NamedTuple):
+    """Results of a forward, [T, h_d] both: the states, and what the output head reads of them."""
+
+    states: torch.Tensor
+    normed: torch.Tensor
 
 
 class SteppingWorker(DraftModelWorker):
@@ -57,11 +64,15 @@ class SteppingWorker(DraftModelWorker):
         positions: torch.Tensor,
         hidden: torch.Tensor | None,
         module: int = 0,
-    ) -> torch.Tensor:
-        """The model's states [T, h_d] of ids [T] at positions [T], beside hidden [T, h_d]; attention is in scope.
+    ) -> Output:
+        """The model's output for ids [T] at positions [T], beside hidden [T, h_d]; attention is in scope.
 
         ids below 0, past accepted tokens, count as any id.
         """
+
+    def normed(self, states: torch.Tensor) -> torch.Tensor:
+        """Return what the output head reads of states [n, h_d] that are kept by row."""
+        return states
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor | None:
         """Return the states that stand beside true tokens, from the target's features [T, num_aux*h]."""
@@ -71,7 +82,7 @@ class SteppingWorker(DraftModelWorker):
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
     ) -> torch.Tensor:
         hidden = features if module else self.inputs(features)
-        return self.run(ForwardMode.EXTEND, ids, positions, hidden, module)
+        return self.run(ForwardMode.EXTEND, ids, positions, hidden, module).states
 
     def draft(self, batch: RoundBatch) -> Draft:
         batch = self.with_uniforms(batch)
@@ -87,7 +98,8 @@ class SteppingWorker(DraftModelWorker):
         if aux is not None:
             features = self.inputs(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1))
         ids = verified.tokens.view(-1)
-        states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, features, q_len=width).unflatten(0, (-1, width))
+        out = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, features, q_len=width)
+        states = out.states.unflatten(0, (-1, width))
         self.commit(batch, width, verified.accept_lens)
         self.ops.keep_last(states, verified.accept_lens, batch.rows, self.hidden)
 
@@ -99,8 +111,8 @@ class SteppingWorker(DraftModelWorker):
         hidden: torch.Tensor | None,
         module: int = 0,
         **shape: Any,
-    ) -> torch.Tensor:
-        """A forward of ids [T] after the draft's committed tokens: states [T, h_d]. shape: see `plan`."""
+    ) -> Output:
+        """A forward of ids [T] after the draft's committed tokens. shape: see `plan`."""
         metadata = self.plan(batch, mode, **shape)
         with forward_context(self.context, metadata):
             return self.run(mode, ids, metadata.positions, hidden, module)
@@ -129,12 +141,12 @@ class SteppingWorker(DraftModelWorker):
     def _draft_chain(self, batch: RoundBatch) -> Draft:
         """K=1: the best (or a drawn) token a step."""
         steps = self.steps(batch)
-        logits = self.score(steps.root)
+        logits = self.score(self.normed(steps.root))
         tokens: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
         for step in range(batch.shape.num_steps):
             if step:
-                logits = self.score(steps.advance(tokens[-1].unsqueeze(1)), steps.module)
+                logits = self.score(steps.advance(tokens[-1].unsqueeze(1)))
             logits = self.guided(batch, step, logits.unsqueeze(1)).squeeze(1)
             tokens.append(self.pick(batch, step, logits, laws))
         return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self.over_target_vocab(laws))
@@ -146,14 +158,13 @@ class SteppingWorker(DraftModelWorker):
         """
         k, bs, steps, has_spine = self.config.topk, batch.rows.shape[0], self.steps(batch), self.draws(batch)
         laws: list[torch.Tensor] = []
-        logits = self.score(steps.root).unsqueeze(1)
+        logits = self.score(self.normed(steps.root)).unsqueeze(1)
         best, ids = (t[:, 0] for t in self._children(batch, 0, logits, laws))  # [bs, K]
         names = torch.arange(k, device=ids.device).repeat(bs, 1)
         frontier = Frontier(ids, best, names, self.own_bits[:1].repeat(bs, 1, 1))
         tokens, scores, parents = [ids], [best], [torch.full_like(ids, -1)]
         for step in range(1, self.config.num_steps):
-            states = steps.advance(frontier.tokens, frontier.above, frontier.bits)
-            logits = self.score(states, steps.module).view(bs, k, -1)
+            logits = self.score(steps.advance(frontier.tokens, frontier.above, frontier.bits)).view(bs, k, -1)
             log_probs, ids = self._children(batch, step, logits, laws)  # [bs, K, K]
             ids = ids.flatten(1)
             own_bits = self.own_bits[min(step, len(self.own_bits) - 1)]  # the last step's children stay leaves
@@ -196,8 +207,9 @@ class Steps:
     def advance(
         self, ids: torch.Tensor, above: torch.Tensor | None = None, bits: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """States [bs*K, h_d] after nodes ids [bs, K]; above [bs, K]: their parents among the nodes of the last step.
+        """What the output head reads [bs*K, h_d] after nodes ids [bs, K].
 
+        above [bs, K]: their parents among the nodes of the last step.
         bits [bs, K, W]: draft nodes that each one sees, itself included; None for a chain.
         """
         self.step += 1
@@ -206,9 +218,9 @@ class Steps:
             depths = self.worker.tail_depths(ids, self.step)
             shape |= {"depths": depths[:, -ids.shape[1] :], "tail_depths": depths, "ancestor_bits": bits}
         inputs = self._inputs(ids.shape[1], above)
-        states = self.worker.forward(self.batch, ForwardMode.DRAFT, ids.reshape(-1), inputs, self.module, **shape)
-        self._states = states.unflatten(0, ids.shape)
-        return states
+        out = self.worker.forward(self.batch, ForwardMode.DRAFT, ids.reshape(-1), inputs, self.module, **shape)
+        self._states = out.states.unflatten(0, ids.shape)
+        return out.normed
 
     def _inputs(self, k: int, above: torch.Tensor | None) -> torch.Tensor | None:
         """Return what the nodes of a step are fed: their parents' states [bs*K, h_d]."""

@@ -10,7 +10,7 @@ import torch
 
 from specdec.backends.rope import Rope
 from specdec.core.batch import ForwardMode
-from specdec.core.draft.drafting import SteppingWorker
+from specdec.core.draft.drafting import Output, SteppingWorker
 from specdec.core.draft.head import RecyclingHead
 from specdec.core.draft.model import attend
 from specdec.core.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
@@ -46,27 +46,32 @@ class HeadWorker(SteppingWorker):
         positions: torch.Tensor,
         hidden: torch.Tensor | None,
         module: int = 0,
-    ) -> torch.Tensor:
+    ) -> Output:
         assert hidden is not None, "a head reads states"
         if module in self.compiled:
-            (states,) = self.compiled[module](ids.contiguous(), positions, hidden.contiguous())
-            return states
-        with self.head.routed():
-            return self.run_live(ids, positions, hidden, module)
+            made = self.compiled[module](ids.contiguous(), positions, hidden.contiguous())
+        else:
+            with self.head.routed():
+                made = self.run_live(ids, positions, hidden, module)
+        return Output(made[0], made[-1])
 
-    def run_live(self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, module: int) -> torch.Tensor:
+    def run_live(
+        self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, module: int
+    ) -> tuple[torch.Tensor, ...]:
         """`run` by the head's own modules; needs `RecyclingHead.routed`. This is what gets traced.
 
         ids are -1 past accepted tokens, and after a prompt whose logits are not finite: any id will do.
         """
         rope = Rope(*self.rope_tables[positions].unbind(1))
-        return self.head(self.embed_tokens(ids.clamp(min=0)), hidden, rope, attend, module)
+        states = self.head(self.embed_tokens(ids.clamp(min=0)), hidden, rope, attend, module)
+        return (states, self.head.normed(states, module)) if self.head.norms_late(module) else (states,)
 
-    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
-        if ("norm", module) in self.compiled:
-            (normed,) = self.compiled["norm", module](states.contiguous())
-        else:
-            normed = self.head.normed(states, module)
+    def normed(self, states: torch.Tensor) -> torch.Tensor:
+        if "norm" in self.compiled:
+            return self.compiled["norm"](states.contiguous())[0]
+        return self.head.normed(states)
+
+    def score(self, normed: torch.Tensor) -> torch.Tensor:
         return self.narrow(normed) if self.narrow is not None else self.head.project(normed, self.target.head)
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor:

@@ -121,6 +121,10 @@ class RecyclingHead(DraftHead):
     def out_norm(self, module: int = 0) -> nn.Module:
         """Return the norm before the output head."""
 
+    def norms_late(self, module: int = 0) -> bool:
+        """Return whether the output head's input is another than the recycled state."""
+        return not (self.recycles_normed or isinstance(self.out_norm(module), nn.Identity))
+
     def normed(self, state: torch.Tensor, module: int = 0) -> torch.Tensor:
         return state if self.recycles_normed else self.out_norm(module)(state)
 

@@ -70,8 +70,8 @@ class DraftModelWorker(DraftWorker):
         self.drop_compiled()
 
     @abstractmethod
-    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
-        """Logits [T, dv] over `hot_ids` of states [T, h_d]."""
+    def score(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [T, dv] over `hot_ids`, of what the output head reads [T, h_d]."""
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class ModulesWorker(HeadWorker):
         ids, before = verified.tokens.view(-1), self.last[batch.rows]
         end, ends = verified.accept_lens.unsqueeze(1) - 1, []
         for module in range(self.head.num_modules):
-            states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, inputs, module, q_len=width)
-            wide = states.unflatten(0, (-1, width))
+            out = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, inputs, module, q_len=width)
+            wide = out.states.unflatten(0, (-1, width))
             ends.append(self.ops.gather_rows(wide, end).squeeze(1))
             inputs = torch.cat([before[:, module : module + 1], wide[:, :-1]], 1).flatten(0, 1)
         self.last[batch.rows] = torch.stack(ends, 1)
@@ -89,10 +89,10 @@ class ModuleSteps(Steps):
             depths = self.worker.tail_depths(ids, self.step)
             shape |= {"depths": depths, "tail_depths": depths, "ancestor_bits": torch.cat(self._bits, 1)}
         every_id = torch.cat(self._ids, 1).reshape(-1)
-        states = self.worker.forward(self.batch, ForwardMode.DRAFT, every_id, inputs, self.module, **shape)
-        self._all = states.unflatten(0, (ids.shape[0], -1))
+        out = self.worker.forward(self.batch, ForwardMode.DRAFT, every_id, inputs, self.module, **shape)
+        self._all, normed = (t.unflatten(0, (ids.shape[0], -1)) for t in out)
         self._states = self._all[:, -k:]
-        return self._states.flatten(0, 1)
+        return normed[:, -k:].flatten(0, 1)
 
     def _inputs_of_all(self, k: int) -> torch.Tensor:
         """States of the module before at the parents of all nodes: the root's for those of the first step."""

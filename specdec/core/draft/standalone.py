@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from specdec.core.batch import ForwardMode
-from specdec.core.draft.drafting import SteppingWorker
+from specdec.core.draft.drafting import Output, SteppingWorker
 from specdec.core.draft.worker import DraftParts, RoundBatch
 from specdec.core.target import Target
 
@@ -38,22 +38,23 @@ class StandaloneWorker(SteppingWorker):
         positions: torch.Tensor,
         hidden: torch.Tensor | None,
         module: int = 0,
-    ) -> torch.Tensor:
-        return self.model.layers(mode, ids if mode == ForwardMode.DRAFT else ids.clamp(min=0), positions)[0]
+    ) -> Output:
+        states = self.model.layers(mode, ids if mode == ForwardMode.DRAFT else ids.clamp(min=0), positions)[0]
+        return Output(states, states)
 
-    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
-        return self.model.head(states) if self.narrow is None else self.narrow(states)
+    def score(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.model.head(normed) if self.narrow is None else self.narrow(normed)
 
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
     ) -> torch.Tensor:
         """Nothing is kept of a prompt but its K/V: states [T, 0]."""
-        return self.run(ForwardMode.EXTEND, ids, positions, None)[:, :0]
+        return self.run(ForwardMode.EXTEND, ids, positions, None).states[:, :0]
 
     def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
         """See the first root, at position L."""
         at_root = replace(batch, seq_lens=batch.seq_lens - 1, sampling=None, is_processed=False)
-        states = self.forward(at_root, ForwardMode.DRAFT_EXTEND, batch.roots, None, q_len=1)
+        states = self.forward(at_root, ForwardMode.DRAFT_EXTEND, batch.roots, None, q_len=1).states
         self.commit(at_root, 1, torch.ones_like(batch.rows))
         self.keep(batch.rows, states)
 

@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from specdec.core.config import EngineConfig
 from specdec.core.draft.assistant import AssistantWorker
@@ -75,7 +74,7 @@ def _compile(worker: HeadWorker | BlockWorker | AssistantWorker, config: EngineC
 
 def _parts(worker: HeadWorker | BlockWorker | AssistantWorker) -> Iterator[_Part]:
     """Yield an assistant's step; a block head's pass over a block, and the products that make K/V of features; of
-    another head every module, and the norm before its output head, where that is not part of it."""
+    another head every module with the norm before its output head, and that of the first one by itself."""
     inputs = _inputs(worker)
     if isinstance(worker, AssistantWorker):
         yield _Part("step", worker.run_live, inputs, worker.assistant.num_layers)
@@ -86,13 +85,10 @@ def _parts(worker: HeadWorker | BlockWorker | AssistantWorker) -> Iterator[_Part
         yield _Part("keys_values", worker.keys_values_live, inputs[2:], 0, 2 * num_layers)
         return
     for module in range(worker.num_modules):
-        yield _Part(module, _one(worker.run_live, module), inputs, max(1, num_layers // worker.num_modules))
-        if not (worker.head.recycles_normed or isinstance(worker.head.out_norm(module), nn.Identity)):
-            yield _Part(("norm", module), _one(head.normed, module), inputs[2:])
-
-
-def _one(run: Any, module: int) -> Layers:
-    return lambda *given: (run(*given, module=module),)
+        run, num_outputs = partial(worker.run_live, module=module), 1 + worker.head.norms_late(module)
+        yield _Part(module, run, inputs, max(1, num_layers // worker.num_modules), num_outputs)
+    if worker.head.norms_late():
+        yield _Part("norm", lambda states: (head.normed(states),), inputs[2:])
 
 
 def _inputs(worker: HeadWorker | BlockWorker | AssistantWorker) -> Batch:
