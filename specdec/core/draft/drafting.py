@@ -52,7 +52,9 @@ class SteppingWorker(DraftModelWorker):
         self._commits = [s.committer(parts.ops) for s in self.context.states if s.commits_chains]
         depths = candidate_depths(config).to(device)
         self.candidate_depths, self.on_spine = self.with_lookup(depths), spine.firsts(depths)
-        self.own_bits = node_bits(config).to(device)  # [S-1, K, W]
+        self.own_bits = node_bits(config).to(device)  # [S-1, K, W], or [1, K, W]
+        self.first_names = torch.arange(config.topk, device=device)
+        self.no_parents = torch.full_like(self.first_names, -1)
         self.node_depths = torch.arange(len(self.own_bits), device=device).repeat_interleave(config.topk)
         self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device)
 
@@ -160,9 +162,8 @@ class SteppingWorker(DraftModelWorker):
         laws: list[torch.Tensor] = []
         logits = self.score(self.normed(steps.root)).unsqueeze(1)
         best, ids = (t[:, 0] for t in self._children(batch, 0, logits, laws))  # [bs, K]
-        names = torch.arange(k, device=ids.device).repeat(bs, 1)
-        frontier = Frontier(ids, best, names, self.own_bits[:1].repeat(bs, 1, 1))
-        tokens, scores, parents = [ids], [best], [torch.full_like(ids, -1)]
+        frontier = Frontier(ids, best, self.first_names.expand(bs, -1), self.own_bits[:1].expand(bs, -1, -1))
+        tokens, scores, parents = [ids], [best], [self.no_parents.expand(bs, -1)]
         for step in range(1, self.config.num_steps):
             logits = self.score(steps.advance(frontier.tokens, frontier.above, frontier.bits)).view(bs, k, -1)
             log_probs, ids = self._children(batch, step, logits, laws)  # [bs, K, K]
@@ -239,8 +240,8 @@ def candidate_depths(config: EngineConfig) -> torch.Tensor:
 
 
 def node_bits(config: EngineConfig) -> torch.Tensor:
-    """[S-1, K, W] int64: the bits of the draft nodes of each step: K of them, numbered through the draft's tail."""
-    num_later = max(config.num_steps - 1, 0)
+    """[S-1, K, W] int64, S-1 at least 1: the bits of each step's K draft nodes, numbered through the draft's tail."""
+    num_later = max(config.num_steps - 1, 1)
     num_nodes = config.topk * num_later
     bits = own_bits(torch.arange(num_nodes, device="cpu"), num_nodes)
     return bits.view(num_later, config.topk, bits.shape[1])
