@@ -57,7 +57,7 @@ class CatchUp:
         first = torch.where(is_behind, seen, 0)
         positions = first.unsqueeze(1) + self._nodes  # [bs, CATCH_UP]
         tokens = batch.history[rows.unsqueeze(1), (positions + 1).clamp(max=batch.history.shape[1] - 1)].long()
-        path = VerifyOutput(positions % CATCH_UP, nums.clamp(min=1), tokens, torch.zeros_like(is_behind))
-        features = None if self.features is None else self.features[rows]
+        path = VerifyOutput(self._nodes.expand_as(tokens), nums.clamp(min=1), tokens, torch.zeros_like(is_behind))
+        features = None if self.features is None else self.features[rows.unsqueeze(1), positions % CATCH_UP]
         worker.extend(replace(batch, rows=rows, seq_lens=first), path, features)
         self.seen[batch.rows] = seen + nums

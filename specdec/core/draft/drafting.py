@@ -98,12 +98,17 @@ class SteppingWorker(DraftModelWorker):
         width = verified.tokens.shape[1]  # S+1, or D where the tree is too small for a path of S
         features = None
         if aux is not None:
-            features = self.inputs(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1))
+            features = self.inputs(self.of_path(batch, verified, aux))
         ids = verified.tokens.view(-1)
         out = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, features, q_len=width)
         states = out.states.unflatten(0, (-1, width))
         self.commit(batch, width, verified.accept_lens)
         self.ops.keep_last(states, verified.accept_lens, batch.rows, self.hidden)
+
+    def of_path(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor) -> torch.Tensor:
+        """Return features aux [bs, D, n] in the order of the accepted path, [bs*(S+1), n]: a chain's are in place."""
+        path = aux if batch.shape.topk == 1 else self.ops.gather_rows(aux, verified.accept_index)
+        return path.flatten(0, 1)
 
     def forward(
         self,

@@ -47,7 +47,7 @@ class ModulesWorker(HeadWorker):
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
         assert aux is not None, "a head reads features"
         width = verified.tokens.shape[1]
-        inputs = self.inputs(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1))
+        inputs = self.inputs(self.of_path(batch, verified, aux))
         ids, before = verified.tokens.view(-1), self.last[batch.rows]
         end, ends = verified.accept_lens.unsqueeze(1) - 1, []
         for module in range(self.head.num_modules):
