@@ -101,6 +101,7 @@ class HFTarget:
         self._taps = Taps()
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._last_position: int | None = None
+        self._no_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)  # that a stubbed decoder does not read
         warn_of_low_precision(model)
         self.route = Route(model, self.spec)
         self.images = Images(model, self.spec)
@@ -245,7 +246,7 @@ class HFTarget:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
-        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)  # the stubbed decoder reads none
+        ids = self._no_ids.expand(1, hidden.shape[0])
         with self.route.only_head(hidden.unsqueeze(0)):
             return self.model(input_ids=ids, use_cache=False).logits[0]
 
