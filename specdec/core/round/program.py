@@ -237,7 +237,8 @@ class Round:
         """Verify the requests `part` on processed logits, or on the laws that logits make."""
         tree, scores = Tree(*(t[part] for t in draft.tree)), logits[part]
         if batch.is_processed:
-            context = self._num_context(batch, stream)[part]
+            # What the root's logits follow: the prompt alone, or all up to the root.
+            context = (batch.seq_lens if stream == STREAM_PREFILL else batch.seq_lens + 1)[part]
             scores = self.ops.process(scores, tree, batch.rows[part], context, self.state.processors)
         if batch.sampling is None or uniforms is None:
             return self.ops.verify_greedy(scores, tree, num_steps)
@@ -247,11 +248,6 @@ class Round:
         if draft.probs is not None:
             return self.ops.verify_spine(probs, draft.probs[part], tree, num_steps, uniforms[part])
         return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
-
-    @staticmethod
-    def _num_context(batch: RoundBatch, stream: int) -> torch.Tensor:
-        """[bs] tokens that the root's logits follow: the prompt alone, or all up to the root."""
-        return batch.seq_lens if stream == STREAM_PREFILL else batch.seq_lens + 1
 
     def _emit(self, batch: RoundBatch, verified: VerifyOutput, moves: bool) -> torch.Tensor:
         """The last token is the new root and L += accept_lens, if it moves; results for the host."""

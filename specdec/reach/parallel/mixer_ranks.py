@@ -68,7 +68,7 @@ class SharedMixers(Changes):
         whole = self.wholes.get(kept, kept)
         module._parameters[key] = new = nn.Parameter(own, requires_grad=kept.requires_grad)
         self.on_restore(_give_back, module, key, kept)
-        self.on_restore(module.register_state_dict_post_hook(partial(_show, key, whole)).remove)
+        self.on_restore(module.register_state_dict_post_hook(partial(show, {key: whole})).remove)
         self.parts += [(name, t) for t in (kept, whole, new)]
 
 
@@ -147,6 +147,6 @@ def _give_back(module: nn.Module, key: str, kept: nn.Parameter) -> None:
     kept.requires_grad_(current.requires_grad)
 
 
-def _show(key: str, whole: torch.Tensor, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put a whole weight into a state dict: a hook of modules."""
-    state[prefix + key] = whole.detach()
+def show(weights: Mapping[str, torch.Tensor], _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """Put weights that are not the module's own now into a state dict: a hook of modules."""
+    state.update({prefix + key: weight.detach() for key, weight in weights.items()})

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from specdec.core.errors import AttachError
 from specdec.reach.parallel.deferred_sums import defer_sums
-from specdec.reach.parallel.mixer_ranks import SharedMixers, share_mixers
+from specdec.reach.parallel.mixer_ranks import SharedMixers, share_mixers, show
 from specdec.reach.parallel.styles import HF_STYLES, Forward, Layer, Share, is_sharded, plain_forward
 from specdec.reach.parallel.trials import Changes
 
@@ -124,7 +124,7 @@ class Sharded(Changes):
             self.on_restore(_put_back, module, name, dtensor)
             module._parameters[name] = dtensor._local_tensor = local
         if sharded:  # a checkpoint saved meanwhile has whole weights: HF gathers DTensors, and nothing else
-            self.on_restore(module.register_state_dict_post_hook(partial(_show_sharded, sharded)).remove)
+            self.on_restore(module.register_state_dict_post_hook(partial(show, sharded)).remove)
 
 
 @torch.inference_mode(False)
@@ -211,8 +211,3 @@ def _put_back(module: nn.Module, name: str, dtensor: DTensor) -> None:
         new = DTensor.from_local(local, mesh, places, run_check=False, shape=dtensor.shape, stride=dtensor.stride())
         torch.utils.swap_tensors(dtensor, nn.Parameter(new))
     module._parameters[name] = dtensor.requires_grad_(current.requires_grad)  # type: ignore[assignment]
-
-
-def _show_sharded(sharded: dict[str, DTensor], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put DTensors into a state dict: a hook of modules."""
-    state.update({prefix + name: dtensor.detach() for name, dtensor in sharded.items()})

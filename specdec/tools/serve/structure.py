@@ -11,6 +11,7 @@ from specdec.core.grammar.grammar import Grammar
 from specdec.core.ranges import shown
 from specdec.core.text.inputs import check_text
 from specdec.tools.serve.formats import Thinking, ToolFormat
+from specdec.tools.serve.messages import check_object
 
 MOST_TOOLS = 128
 _ALIASES = MappingProxyType({"grammar": "ebnf"})
@@ -33,9 +34,7 @@ def response_format(name: str, value: Any) -> Grammar | None:
 
 def structured_outputs(name: str, value: Any) -> Grammar:
     """Return the grammar of vLLM's `structured_outputs`: one field of `Grammar`; `grammar` is GBNF."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name}={shown(value)}: expected an object")
-    return _made(name, {_ALIASES.get(key, key): item for key, item in value.items()})
+    return _made(name, {_ALIASES.get(key, key): item for key, item in check_object(name, value).items()})
 
 
 def tools(name: str, value: Any) -> list[dict[str, Any]]:
