@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,13 @@ import torch
 from specdec import Engine, attach, shipped
 from specdec.reach.heads.load import save_head
 from specdec.tools.commands import bench as bench_command
-from specdec.tools.commands import main as cli
 from specdec.tools.measure.acceptance import acceptance
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.latency import cases, timing
 from specdec.tools.measure.peers import Task, Way, timed
 from specdec.tools.measure.policy import Grid, rates_of
 from specdec.tools.measure.results import ResultFile, write_results
+from tests.commands import run
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -41,15 +40,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompt_file(root / "a.jsonl", "w5 w9 w17", "w20 w21", "w8")
     prompt_file(root / "b.jsonl", "w33 w40 w41 w42", "w50 w6")
     return root
-
-
-def run(capsys, monkeypatch, *arguments: object) -> tuple[int, list[str], str]:
-    """Exit status, lines of stdout and stderr of `specdec ARGUMENTS`."""
-    monkeypatch.setattr(sys, "argv", ["specdec", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    printed = capsys.readouterr()
-    return stop.value.code or 0, printed.out.splitlines(), printed.err
 
 
 def bench(capsys, monkeypatch, root: Path, *arguments: object):

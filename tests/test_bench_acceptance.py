@@ -1,7 +1,6 @@
 """Rows of `specdec bench acceptance`: conversations, categories, tau by position and context, definitions."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from specdec.core.outputs import RequestOutput
 from specdec.core.text.prompt_sets import Question
 from specdec.reach.heads.load import save_head
 from specdec.reach.targets.pretrained import load_pretrained
-from specdec.tools.commands import main as cli
 from specdec.tools.measure.acceptance import acceptance
 from specdec.tools.measure.conversations import Conversations, ask, rounds_of, tau_by_context, tau_by_position
 from specdec.tools.measure.drafts import DraftShape
+from tests.commands import run
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
 
@@ -44,12 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bench(capsys, monkeypatch, folder: Path, *arguments: object) -> tuple[int, list[dict], str]:
     common = ("--json", "--device", "cpu", "--target", folder / "target")
     common = (*common, "--draft", folder / "head", "--max-new-tokens", 10)
-    monkeypatch.setattr(sys, "argv", ["specdec", "bench", "acceptance", *map(str, (*common, *arguments))])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    printed = capsys.readouterr()
-    lines = printed.out.splitlines()
-    return stop.value.code or 0, json.loads(lines[-1])["rows"] if lines else [], printed.err
+    code, lines, errors = run(capsys, monkeypatch, "bench", "acceptance", *common, *arguments)
+    return code, json.loads(lines[-1])["rows"] if lines else [], errors
 
 
 def test_sets_by_name_both_turns_and_categories(folder, capsys, monkeypatch):

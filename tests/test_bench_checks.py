@@ -10,8 +10,8 @@ import torch
 from specdec import SamplingParams
 from specdec.core.prefill.graphs import PrefillGraphs
 from specdec.reach.heads.load import save_head
-from specdec.tools.commands import main as cli
 from specdec.tools.measure import bitwise, gsm8k, lossless, statistics
+from tests.commands import run
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -44,20 +44,11 @@ def write_lines(path: Path, records: list[dict]) -> None:
     path.write_text("".join(json.dumps(r) + "\n" for r in records), "utf-8")
 
 
-def run(capsys, monkeypatch, *arguments: object) -> tuple[int, list[str], str]:
-    """Exit status, lines of stdout and stderr of `specdec bench ARGUMENTS`."""
-    monkeypatch.setattr(sys, "argv", ["specdec", "bench", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    printed = capsys.readouterr()
-    return stop.value.code or 0, printed.out.splitlines(), printed.err
-
-
 def gsm8k_run(capsys, monkeypatch, folder: Path, *arguments: object) -> tuple[int, dict, list[str], str]:
     monkeypatch.setattr("specdec.tools.commands.bench_checks.CPU_SETTINGS", {**SMALL, "max_seq_len": 64})
     common = ("--target", folder / "target", "--draft", folder / "head", "--data", folder, "--device", "cpu")
     counts = ("--json", "--limit", 12, "--answers", 12, "--mode", "off,breakable")
-    code, lines, errors = run(capsys, monkeypatch, "gsm8k", *common, *counts, *arguments)
+    code, lines, errors = run(capsys, monkeypatch, "bench", "gsm8k", *common, *counts, *arguments)
     return code, json.loads(lines[-1]), lines, errors
 
 
@@ -166,13 +157,13 @@ def test_scipy_is_asked_for_by_name(monkeypatch):
     ],
 )
 def test_mistakes_are_one_line(folder, capsys, monkeypatch, arguments, message):
-    code, _, errors = run(capsys, monkeypatch, *arguments, "--data", folder, "--target", folder / "target")
+    code, _, errors = run(capsys, monkeypatch, "bench", *arguments, "--data", folder, "--target", folder / "target")
     assert code == 2 and errors.startswith("specdec: ") and message in errors and len(errors.splitlines()) == 1
 
 
 def test_gsm8k_needs_gold_solutions(tmp_path, folder, capsys, monkeypatch):
     write_lines(tmp_path / "gsm8k.jsonl", [{"turns": ["w7"]}])
-    code, _, errors = run(capsys, monkeypatch, "gsm8k", "--data", tmp_path, "--target", folder / "target")
+    code, _, errors = run(capsys, monkeypatch, "bench", "gsm8k", "--data", tmp_path, "--target", folder / "target")
     assert code == 2 and "item 1 has no `question` and `answer`" in errors
 
 
@@ -197,7 +188,9 @@ def test_lossless_compares_greedy_and_sampled_text():
 def test_lossless_command(folder, tmp_path, capsys, monkeypatch):
     common = ("--data", folder, "--target", folder / "target", "--draft", folder / "head", "--device", "cpu")
     counts = ("--json", "--limit", 2, "--batch", 2, "--max-new-tokens", 8)
-    code, lines, _ = run(capsys, monkeypatch, "lossless", *common, *counts, "--temperature", 0, "--out", tmp_path)
+    code, lines, _ = run(
+        capsys, monkeypatch, "bench", "lossless", *common, *counts, "--temperature", 0, "--out", tmp_path
+    )
     found = json.loads(lines[-1])
     assert code == 0 and (found["compared"], found["equal"], found["unexplained"]) == (8, 8, 0)
     assert [(r["draft"], r["topk"], r["batch"], r["check"]) for r in found["configs"]] == [
@@ -208,7 +201,7 @@ def test_lossless_command(folder, tmp_path, capsys, monkeypatch):
     assert file.name.startswith("lossless-auto-float32_target_")
     assert json.loads(file.read_text())["rows"] == found["configs"]
     break_mode(monkeypatch, "off", 2.0)
-    code, lines, _ = run(capsys, monkeypatch, "lossless", *common, *counts, "--temperature", 0)
+    code, lines, _ = run(capsys, monkeypatch, "bench", "lossless", *common, *counts, "--temperature", 0)
     assert code == 1 and json.loads(lines[-1])["unexplained"] > 0
 
 
@@ -234,7 +227,7 @@ def test_lossless_compares_bits(folder, tmp_path, capsys, monkeypatch):
     common = ("--data", folder, "--target", folder / "target", "--draft", f"{folder}/head,lookup", "--device", "cpu")
     counts = ("--json", "--check", "bits", "--limit", 2, "--batch", "2,1", "--max-new-tokens", 6)
     counts += ("--shape", "2:1:3,2:2:4")
-    code, lines, _ = run(capsys, monkeypatch, "lossless", *common, *counts, "--out", tmp_path)
+    code, lines, _ = run(capsys, monkeypatch, "bench", "lossless", *common, *counts, "--out", tmp_path)
     found = json.loads(lines[-1])
     assert code == 0 and (found["compared"], found["equal"], found["emitted"]) == (4 * 15, 4 * 15, 6 * 4 * 15)
     cells = [("default", 2), ("chunks", 2), ("prefixes", 2), ("mixed", 2), ("default", 1)]
@@ -257,7 +250,7 @@ def test_lossless_fails_where_bits_differ_that_the_engine_calls_equal(folder, ca
     for by_width, status in ((0, 0), (1, 1)):  # a digest that depends on how many nodes a round verifies
         digests = lambda logits, by=by_width: logits[..., 0].long() * 0 + by * logits.shape[1]  # noqa: E731
         monkeypatch.setattr("specdec.core.round.program.row_digests", digests)
-        code, lines, _ = run(capsys, monkeypatch, "lossless", *common, *counts)
+        code, lines, _ = run(capsys, monkeypatch, "bench", "lossless", *common, *counts)
         found = json.loads(lines[-1])
         assert (code, found["unexplained"] > 0, found["logits_differ"] > 0) == (status, status == 1, status == 1)
         assert found["equal"] == found["compared"] == 2

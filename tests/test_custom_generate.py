@@ -22,6 +22,7 @@ from specdec.reach.heads.custom_generate import FILE, TEXT
 from specdec.reach.heads.load import save_head
 from specdec.tools.commands.convert import convert
 from tests.heads import random_draft
+from tests.test_threads import join
 from tests.tiny_models import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,10 +128,7 @@ def test_calls_with_two_folders_in_two_threads(tmp_path):
         seen.extend(torch.equal(generate(model, folder, engine_settings={"max_seq_len": 32}), expected) for _ in "123")
 
     threads = [threading.Thread(target=calls, args=(folder,)) for folder in folders]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    join(threads)
     assert seen == [True] * 6
 
 

@@ -23,6 +23,7 @@ from specdec.tools.commands.machine import list_backends
 from specdec.tools.commands.terminal import quiet_pipes
 from specdec.tools.commands.text import run_chat
 from specdec.tools.measure.break_even import BreakEven, cpu_break_even
+from tests.commands import run
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
 
@@ -104,12 +105,9 @@ def test_demo_fits_a_screen(folder, file):
 def test_generate_in_a_pipe_prints_the_text_only(folder, capsys, monkeypatch):
     monkeypatch.setattr(gguf_reader, "tqdm", gguf_reader.tqdm)  # put back afterwards
     common = ("--target", folder / "target", "--draft", folder / "head", "--max-new-tokens", "8", "--device", "cpu")
-    monkeypatch.setattr(sys, "argv", ["specdec", "generate", "w5 w9", *map(str, common), "--seed", "3"])
-    with pytest.raises(SystemExit) as stop:
-        main.main()
-    printed = capsys.readouterr()
-    assert not stop.value.code
-    assert re.fullmatch(r"(\s*w\d+)+\n", printed.out) and re.fullmatch(r"\[\d+ tokens, .*\]\n", printed.err)
+    code, lines, errors = run(capsys, monkeypatch, "generate", "w5 w9", *common, "--seed", 3)
+    assert not code
+    assert re.fullmatch(r"(\s*w\d+)+", "\n".join(lines)) and re.fullmatch(r"\[\d+ tokens, .*\]\n", errors)
 
 
 def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, capsys):
@@ -159,12 +157,9 @@ def test_a_device_or_a_target_that_is_not_there_is_one_line(command, message, tm
     if command.startswith("serve"):
         pytest.importorskip("specdec.tools.serve.server")
     command, message = (text.replace("{empty}", str(tmp_path)) for text in (command, message))
-    monkeypatch.setattr(sys, "argv", ["specdec", *command.split()])
-    with pytest.raises(SystemExit) as stop:
-        main.main()
-    printed = capsys.readouterr()
-    assert stop.value.code == 2 and printed.out == ""
-    assert re.fullmatch(f"specdec: {message}.*\n", printed.err), printed.err
+    code, lines, errors = run(capsys, monkeypatch, *command.split())
+    assert code == 2 and not lines
+    assert re.fullmatch(f"specdec: {message}.*\n", errors), errors
 
 
 def test_env_says_what_bug_reports_need(capsys):

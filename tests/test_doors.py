@@ -25,6 +25,7 @@ from specdec import shipped
 from specdec.tools.doors.lockstep import Lockstep
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
+from tests.test_threads import join
 from tests.tiny_models import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -380,10 +381,7 @@ def test_threads_share_an_installed_engine(engine, model):
 
     with engine.install():
         threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        join(threads)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     engine.check_integrity()
 

@@ -20,6 +20,7 @@ from specdec.tools.commands.main import main
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
 from tests.test_text import TOKENIZER
+from tests.test_threads import join
 from tests.tiny_models import tiny_model
 from tests.train_models import target_with_words
 
@@ -149,10 +150,7 @@ def test_threads_score_and_generate_beside_one_another(engine, model):
         threading.Thread(target=lambda: scores.extend(engine.score(PROMPTS, AFTER) for _ in range(4))),
         threading.Thread(target=lambda: others.append(engine.generate(PROMPTS, max_new_tokens=12).tokens)),
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    join(threads)
     assert len(scores) == 4 and others == [texts]
     for got in scores:
         assert_equal(got, expected)

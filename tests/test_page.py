@@ -20,13 +20,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from specdec import shipped
-from specdec.tools.commands import main as cli
 from specdec.tools.measure import results
 from specdec.tools.measure.page import charts, page
 from specdec.tools.measure.results import without_paths, write_results
 from specdec.tools.measure.rows import Record, read_record
 from specdec.tools.measure.statistics import conditional, wilson
 from specdec.tools.measure.tables import shortener, table
+from tests.commands import run
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = sorted((ROOT / "bench" / "results").glob("*.json"))
@@ -319,22 +319,15 @@ def test_paths_of_this_machine_are_cut():
         assert without_paths(text) == text
 
 
-def run(monkeypatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["specdec", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return int(stop.value.code or 0)
-
-
 def test_page_command(tmp_path, capsys, monkeypatch):
     file = next(path for path in COMMITTED if path.name.startswith("demo"))
     out = tmp_path / "new" / "page.html"
-    assert run(monkeypatch, "bench", "page", file, "--out", out) == 0
-    assert capsys.readouterr().out.split() == [str(out)] and "<h1>Demo of 135m</h1>" in out.read_text()
+    code, lines, _ = run(capsys, monkeypatch, "bench", "page", file, "--out", out)
+    assert code == 0 and lines == [str(out)] and "<h1>Demo of 135m</h1>" in out.read_text()
     (tmp_path / "bad.json").write_text("[1]")
     for bad, message in (("none.json", "no such file"), ("bad.json", "expected an object with a list of 'rows'")):
-        assert run(monkeypatch, "bench", "page", tmp_path / bad) == 2
-        assert message in capsys.readouterr().err
+        code, _, errors = run(capsys, monkeypatch, "bench", "page", tmp_path / bad)
+        assert code == 2 and message in errors
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -21,6 +21,7 @@ from specdec.graphs.compile.trace import Traced
 from specdec.graphs.prefill import check_padding
 from tests.heads import MODULES, random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
+from tests.test_threads import join
 from tests.tiny_models import ADMITTED, VOCAB, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -403,10 +404,7 @@ def test_two_engines_do_not_meet(mode):
     threads = [threading.Thread(target=generate, args=(i,)) for i in range(2)]
     for e, own in zip(engines, requests, strict=True):
         e.abandon(own)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    join(threads)
     assert texts == expected
     assert all(replays(e) for e in engines)
 
