@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +17,20 @@ from torch import nn
 
 from specdec.api import attach
 from specdec.core.draft.head import DraftHead
+from specdec.core.text.prompts import tokenizer_match
 from specdec.reach.heads.load import load_head, save_head
 from specdec.reach.targets.shape import LAST, TargetShape
 from specdec.reach.targets.weight_bytes import verify_cost
-from specdec.tools.commands import main as cli
 from specdec.tools.commands.doctor import PROMPTS, print_findings, prompt_ids
 from specdec.tools.doctor.examine import examine, measure_verify, verdict, verify_remark
-from specdec.tools.doctor.facts import facts_of, tokenizer_match, weight_problems
+from specdec.tools.doctor.facts import facts_of, weight_problems
 from specdec.tools.doctor.readings import ALTERNATIVES, Trial, doubts, search
 from specdec.tools.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
 from specdec.tools.measure import roofline
 from specdec.tools.train.config import TrainConfig
 from specdec.tools.train.objectives import HeadObjective
 from specdec.tools.train.trainer import Trainer
+from tests.commands import run
 from tests.heads import random_draft, random_head
 from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model
@@ -361,11 +361,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, good, model) -> Path:
 
 def doctor(capsys, monkeypatch, root: Path, draft: str, *more: object) -> tuple[int, list[str], str]:
     arguments = ("--json", "--prompts", root / "prompts.jsonl", "--max-new-tokens", 16, "--device", "cpu", *more)
-    monkeypatch.setattr(sys, "argv", list(map(str, ("specdec", "doctor", root / "target", root / draft, *arguments))))
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    printed = capsys.readouterr()
-    return stop.value.code or 0, printed.out.splitlines(), printed.err
+    return run(capsys, monkeypatch, "doctor", root / "target", root / draft, *arguments)
 
 
 def test_the_command(folders, capsys, monkeypatch):

@@ -28,6 +28,18 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(entries).encode("utf-8")).hexdigest()
 
 
+def tokenizer_match(ours: Any, theirs: Any) -> str | None:
+    """Say where two tokenizers differ, the target's and a draft's; "equal" if they do not, None if one is missing."""
+    if ours is None or theirs is None:
+        return None
+    a, b = ours.get_vocab(), theirs.get_vocab()
+    differing = sorted({*a.items()} ^ {*b.items()}, key=lambda item: (item[1], item[0]))
+    if not differing:
+        return "equal"
+    token, index = differing[0]
+    return f"{len(differing)} entries differ, first {token!r} = {index}"
+
+
 def ids_sha(ids: Sequence[Sequence[int]]) -> str:
     """Return a prefix of the SHA-256 of token ids: equal where two runs were asked the same."""
     return _sha(json.dumps([list(map(int, row)) for row in ids]))

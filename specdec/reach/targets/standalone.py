@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.errors import AttachError, CheckpointError
-from specdec.core.text.prompts import tokenizer_fingerprint
+from specdec.core.text.prompts import tokenizer_fingerprint, tokenizer_match
 from specdec.reach.checkpoints.folders import local_path, read_json
 from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.pretrained import open_draft_model
@@ -77,17 +77,12 @@ def check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokeniz
             f"the draft scores {size} tokens, the target {target.spec.vocab_size}: the draft must have the target's "
             "vocabulary; take a model of the same family, or resize its embeddings"
         )
-    if own is None or tokenizer is None:
-        return
-    ours, theirs = tokenizer.get_vocab(), own.get_vocab()
-    if ours == theirs:
-        return
-    differing = sorted({*ours.items()} ^ {*theirs.items()}, key=lambda item: item[1])
-    token, index = differing[0]
-    raise ValueError(
-        f"the draft's tokenizer is not the target's: {len(differing)} entries differ, first {token!r} = {index}; its "
-        "ids would mean other tokens. Take a draft with the target's tokenizer"
-    )
+    match = tokenizer_match(tokenizer, own)
+    if match not in (None, "equal"):
+        raise ValueError(
+            f"the draft's tokenizer is not the target's: {match}; its ids would mean other tokens. Take a draft with "
+            "the target's tokenizer"
+        )
 
 
 def named_tokenizer(draft: str | Path) -> str | None:

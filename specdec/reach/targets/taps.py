@@ -4,8 +4,9 @@ transformers' list form of `output_hidden_states` is not used: what its indices 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,13 +31,11 @@ def found_layers(stack: nn.Module, num_layers: int, width: int) -> Iterator[list
         is_hidden = isinstance(hidden, torch.Tensor) and hidden.dim() == 3 and hidden.shape[2] == width
         ran.setdefault(module, []).append(next(count) if is_hidden else -1)
 
-    handles = [layer.register_forward_hook(note) for layers in lists for layer in layers]
     found: list[nn.Module] = []
-    try:
+    with ExitStack() as hooks:
+        for layer in chain.from_iterable(lists):
+            hooks.enter_context(layer.register_forward_hook(note))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
     for layers in lists:
         order = [i for layer in layers for i in ran.get(layer, [-1])]
         if not found and len(order) == num_layers and min(order) >= 0 and order == sorted(order):
@@ -58,13 +57,11 @@ class Taps:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Read the layers within the context, after hooks that a user has added to them."""
-        handles = [layer.register_forward_hook(partial(self._keep, i)) for i, layer in enumerate(self._layers)]
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(self._kept.clear)
+            for i, layer in enumerate(self._layers):
+                hooks.enter_context(layer.register_forward_hook(partial(self._keep, i)))
             yield
-        finally:
-            self._kept.clear()
-            for handle in handles:
-                handle.remove()
 
     def _keep(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         self._kept[index] = hidden_of(output)

@@ -1,7 +1,7 @@
 """Bytes of weights that forwards read: all of the dense ones, and of routed experts those that their tokens use."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,9 +144,7 @@ def _choices(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         ids = next(t for t in given if isinstance(t, torch.Tensor) and not t.is_floating_point())
         seen.append(ids.reshape(-1, ids.shape[-1]))
 
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in expert_modules(model)]
-    try:
+    with ExitStack() as hooks:
+        for module in expert_modules(model):
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()

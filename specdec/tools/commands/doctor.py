@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from specdec import shipped
 from specdec.core.errors import CheckpointError
-from specdec.core.text.prompts import chat_ids, read_questions, tokenizer_fingerprint
+from specdec.core.text.prompts import chat_ids, read_questions, tokenizer_fingerprint, tokenizer_match
 from specdec.reach.heads.formats import WHOLE
 from specdec.reach.heads.load import detect_algo, inspect, load_head
 from specdec.reach.targets.pretrained import BUNDLED, load_draft, read_tokenizer
@@ -19,7 +19,6 @@ from specdec.reach.targets.shape import TargetShape
 from specdec.reach.targets.standalone import named_tokenizer
 from specdec.tools.commands.choices import TARGET, OnTarget, Reported, at_least
 from specdec.tools.doctor.examine import examine
-from specdec.tools.doctor.facts import tokenizer_match
 from specdec.tools.measure.tables import Table
 from specdec.tools.options import argument, command_of, option
 

@@ -111,15 +111,3 @@ def untouched_norm(draft: DraftHead) -> str | None:
     """Return the name of a norm with all weights equal, as they are initialised and no training leaves them."""
     norms = ((name, p) for name, p in draft.named_parameters() if "norm" in name and p.dim() == 1)
     return next((name for name, p in norms if bool((p == p[0]).all())), None)
-
-
-def tokenizer_match(ours: Any, theirs: Any) -> str | None:
-    """Say where the draft's tokenizer differs from the target's; "equal" if it does not, None if one is missing."""
-    if ours is None or theirs is None:
-        return None
-    a, b = ours.get_vocab(), theirs.get_vocab()
-    differing = sorted({*a.items()} ^ {*b.items()}, key=lambda item: (item[1], item[0]))
-    if not differing:
-        return "equal"
-    token, index = differing[0]
-    return f"{len(differing)} entries differ, first {token!r} = {index}"

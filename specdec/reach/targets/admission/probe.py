@@ -8,7 +8,7 @@ model is known by name.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -199,12 +199,10 @@ def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Cal
         if isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
             outputs[module] = type(output)
 
-    handles = [m.register_forward_hook(record) for m in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(record))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _find_stack(

@@ -90,7 +90,7 @@ class Charts:
                 look, error = self.look(point.series), [[reach] for reach in _reach(point)]
                 if point.floor is not None:
                     axes.plot([point.floor, point.y], [place, place], color=look["color"], alpha=0.35)
-                    _mark_floor(axes, point.floor, place)
+                    axes.plot(point.floor, place, "|", color="black", markersize=9, markeredgewidth=1.5, label=FLOOR)
                 xerr = error if point.interval else None
                 axes.errorbar(point.y, place, xerr=xerr, label=point.series, linestyle="", **look)
             _categories(axes, cases)
@@ -153,10 +153,6 @@ def _reach(point: Point) -> tuple[float, float]:
     """Return how far the point's interval reaches below and above it."""
     low, high = point.interval or (point.y, point.y)
     return max(point.y - low, 0.0), max(high - point.y, 0.0)
-
-
-def _mark_floor(axes: "Axes", floor: float, place: float) -> None:
-    axes.plot([floor], [place], "|", color="black", markersize=9, markeredgewidth=1.5, label=FLOOR)
 
 
 def _categories(axes: "Axes", names: Sequence[str]) -> None:
