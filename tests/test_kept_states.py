@@ -13,7 +13,7 @@ from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
 from tests.test_attach import greedy
 from tests.test_pages import CHAIN, TREE, preempted
-from tests.tiny_models import VOCAB
+from tests.test_prefix_cache import prompt_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,10 +26,6 @@ SUBJECTS += [("lfm2", "eagle", TREE), ("kimi_linear", "lookup", CHAIN), ("jamba"
 def short_texts(monkeypatch):
     monkeypatch.setattr("specdec.core.cache.prefix.CHUNK", STEP)
     monkeypatch.setattr("specdec.core.engine.sharing.WORTH_WAITING", STEP)
-
-
-def prompt_of(length, seed=0):
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def engine_of(model, algo, **options):

@@ -16,14 +16,11 @@ from specdec.backends.triton.linear import norms
 from specdec.backends.triton.linear import packed as packed_kernels
 from specdec.reach.targets.adapters.quantised import _read_nf4
 from tests.early_starts import check_early_starts
+from tests.test_linear import random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = 2**-5  # of several roundings; the interpreter rounds bf16 to zero
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def random(*shape, dtype=torch.bfloat16, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def int4(N, K, group, dtype, has_zeros, seed=0):
