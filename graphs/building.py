@@ -71,21 +71,18 @@ def rehearse(
     """
     if within is None:
         return
-    largest: list[tuple[GraphRunner, ShapeKey]] = []
-    smaller: list[tuple[GraphRunner, ShapeKey]] = []
+    jobs: list[tuple[GraphRunner, ShapeKey]] = []
     for runner in runners:
         sizes = {min(size - 1, ALIKE_FROM).bit_length(): size for size in runner.buckets}  # the last one stays
-        for key in runner.keys:
-            if key.size in sizes.values():
-                (largest if key.size == runner.buckets[-1] else smaller).append((runner, key))
+        jobs += [(runner, key) for key in runner.keys if key.size in sizes.values()]
+    jobs.sort(key=lambda job: job[1].size < job[0].buckets[-1])  # the largest first
     with within as num_compiled, suppress(Exception):
         prepare()
-        for jobs in (largest, smaller):
-            for runner, key in jobs:
-                with suppress(Exception):
-                    runner.rehearse(key)
-            if not num_compiled():
+        for runner, key in jobs:
+            if key.size < runner.buckets[-1] and not num_compiled():
                 break
+            with suppress(Exception):
+                runner.rehearse(key)
 
 
 def _make(

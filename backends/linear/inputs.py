@@ -1,5 +1,7 @@
 """`specdec::joined_inputs`: what the first layer of a draft head reads, in one launch."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -33,26 +35,18 @@ def joined_inputs(
     ids, positions: [T] int64, ids below 0 count as 0. embedding: [V, H], states: [T, H]; weight, state_weight: [H], of
     their norms, see `rms_norm`; all of one dtype. tables: [N, 2, R], a rope's cosines and sines by position.
     """
+    given = (ids, embedding, states, positions, tables, state_weight, weight, eps, offset, is_late)
     if not has_kernels(states):
-        return joined_inputs_twin(ids, embedding, states, positions, tables, state_weight, weight, eps, offset, is_late)
+        return joined_inputs_twin(*given)
     from specdec.backends.triton.linear import inputs
 
-    norms = (state_weight, weight, eps, offset, is_late)
-    return inputs.joined_inputs(ids, embedding, states, positions, tables, *norms)
+    return inputs.joined_inputs(*given)
 
 
 def joined_inputs_twin(
-    ids: torch.Tensor,
-    embedding: torch.Tensor,
-    states: torch.Tensor,
-    positions: torch.Tensor,
-    tables: torch.Tensor,
-    state_weight: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    is_late: bool,
+    ids: torch.Tensor, embedding: torch.Tensor, states: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `joined_inputs`."""
+    positions, tables, state_weight, weight, *numbers = others
     pairs = (F.embedding(ids.clamp(min=0), embedding), weight), (states, state_weight)
-    return torch.cat([rms_norm_twin(x, w, eps, offset, is_late) for x, w in pairs], -1), tables[positions]
+    return torch.cat([rms_norm_twin(x, w, *numbers) for x, w in pairs], -1), tables[positions]

@@ -128,6 +128,7 @@ def capability() -> int:
 
 @cache
 def _capability(device: int) -> int:
+    """device: the current one."""
     target = triton.runtime.driver.active.get_current_target()
     return target.arch if target.backend == "cuda" else 0
 

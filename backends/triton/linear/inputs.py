@@ -1,5 +1,7 @@
 """Norms of embeddings beside those of states, and rope tables by position. Twin: `backends.linear.inputs`."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -55,18 +57,10 @@ def _inputs_kernel(
 
 
 def joined_inputs(
-    ids: torch.Tensor,
-    embedding: torch.Tensor,
-    states: torch.Tensor,
-    positions: torch.Tensor,
-    tables: torch.Tensor,
-    state_weight: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    is_late: bool,
+    ids: torch.Tensor, embedding: torch.Tensor, states: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.backends.linear.inputs.joined_inputs`."""
+    positions, tables, state_weight, weight, eps, offset, is_late = others
     (num_rows, H), R = states.shape, tables[0].numel()
     out = torch.empty(num_rows, 2 * H, dtype=states.dtype, device=states.device)
     rope = torch.empty(num_rows, *tables.shape[1:], dtype=tables.dtype, device=tables.device)

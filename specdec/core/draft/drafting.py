@@ -53,8 +53,8 @@ class SteppingWorker(DraftModelWorker):
         depths = candidate_depths(config).to(device)
         self.candidate_depths, self.on_spine = self.with_lookup(depths), spine.firsts(depths)
         self.own_bits = node_bits(config).to(device)  # [S-1, K, W], or [1, K, W]
-        self.first_names = torch.arange(config.topk, device=device)
-        self.no_parents = torch.full_like(self.first_names, -1)
+        self.first_names = torch.arange(config.topk, device=device)  # of a tree's first candidates
+        self.no_parents = torch.full_like(self.first_names, -1)  # theirs
         self.node_depths = torch.arange(len(self.own_bits), device=device).repeat_interleave(config.topk)
         self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device)
 
