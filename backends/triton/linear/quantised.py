@@ -17,8 +17,8 @@ from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import Tiles, filled, finished, part_of, picked, with_diagonal
 from specdec.backends.triton.linear.products import dot
-from specdec.backends.triton.linear.quarters import quarters_kernel
-from specdec.backends.triton.linear.unpack import eighths_of_words, in_order
+from specdec.backends.triton.linear.quarters import COLUMNS, ROWS, quarters_kernel
+from specdec.backends.triton.linear.unpack import eighths_of_words, in_order, scales_of
 
 
 @triton.jit
@@ -45,8 +45,10 @@ def _by_channel(sums, row_scales, scales, is_row, is_column):
 @triton.jit
 def _packed_added(sums, rows, words, scales, block, size, has_column, GROUP: tl.constexpr, UPCAST: tl.constexpr):
     """Return `sums` [columns, rows] and a product of blocks; words: pointers, scales: pointers to the first ones."""
-    packed = tl.load(words[:, None] + tl.arange(0, 16)[None, :], mask=has_column[:, None], other=0)
-    w = in_order(eighths_of_words(packed, scales, has_column, block, size, GROUP, rows.dtype, UPCAST))
+    inside = has_column[:, None]
+    packed = tl.load(words[:, None] + tl.arange(0, 16)[None, :], mask=inside, other=0)
+    of_block = scales_of(scales[:, None], inside, block[:, None], size, GROUP, True)
+    w = in_order(eighths_of_words(packed, of_block, GROUP, rows.dtype, UPCAST))
     fence_copies(packed.shape[0])
     return dot(w, rows.T, sums, UPCAST)
 
@@ -171,8 +173,8 @@ def launch(
         return out
     tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
     by_quarters = group > 0 and tile.pack == 4 and (INTERPRETED or capability() == 90)
-    if by_quarters:  # as many rows as there are, or little more
-        tile = tile._replace(m=triton.next_power_of_2(num_rows))
+    if by_quarters:
+        tile = tile._replace(m=ROWS.value, n=COLUMNS.value, num_stages=1)
     grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
     rows = [x] if by_quarters else [x, x if row_scales is None else row_scales]
     tensors = *rows, *filled(weights), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
@@ -180,8 +182,11 @@ def launch(
     args = *tensors, num_rows, num_blocks, *units
     is_early = follows_early(num_rows)
     constants = {"GROUP": group, "ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}
-    constants |= {"IS_UNEVEN": num_blocks % 4 > 0} | ({} if by_quarters else {"PACK": tile.pack})
-    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages, "PDL": is_early}
+    constants |= {"IS_UNEVEN": num_blocks % 4 > 0, "PDL": is_early}
+    if by_quarters:
+        constants["AHEAD"] = 1 if activation else 4
+    else:
+        constants |= {"PACK": tile.pack, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
     kernel = quarters_kernel if by_quarters else _quantised_kernel
     cached_launch(kernel, tile.num_warps, tile.num_stages, is_early)(grid, *args, **constants)
     return out

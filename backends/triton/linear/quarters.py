@@ -1,8 +1,9 @@
 """Products of few rows and packed weights, a quarter of K a warp. Sums are those of `parts`.
 
-A warp's products are of 16 features at a time: it multiplies what it has unpacked, and waits for no other warp. In
-wider ones Triton would choose which 16 features meet in a step of the tensor cores, and so the bits: products of more
-rows are equal on Hopper, whose wgmma takes them in order.
+A thread loads the words of the weights that it multiplies straight into its registers, blocks ahead, and so it does
+with features of rows: no shared memory, and a warp waits for no other. On Hopper, which 16 features meet in a step of
+the tensor cores decides the bits, and not their order there, so a thread has four neighbours. Products of more rows are
+equal: wgmma takes 16 features at a time, too.
 
 Twin: `specdec.backends.linear.packed.packed_linear_twin`.
 """
@@ -14,59 +15,62 @@ from triton.language.extra.cuda import gdc_wait
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
-from specdec.backends.triton.linear.unpack import eighths_of_words
+from specdec.backends.triton.linear.unpack import appended, eighths_of_words, loaded, scales_of
+
+COLUMNS, ROWS = tl.constexpr(16), tl.constexpr(8)  # of a program, which tensor cores multiply at once
 
 
 @triton.jit
-def _halves(rows):
-    """Return the first and the second half of the features of rows [4, M, K]."""
-    M: tl.constexpr = rows.shape[1]
-    return tl.split(rows.reshape([4, M, 2, rows.shape[2] // 2]).permute(0, 1, 3, 2))
+def _columns(eighth):
+    """Return weights [2 * 4 * 8 * 4, 4], by half of the columns, quarter, column and thread, as [4, COLUMNS, 16]."""
+    return eighth.reshape([2, 4, 8, 4, 2, 2]).permute(1, 0, 2, 4, 3, 5).reshape([4, 16, 16])
 
 
 @triton.jit
-def _eighth(rows, inside, J: tl.constexpr):
-    """Load 16 features of rows [4, M], the J-th of eight, from pointers to the first ones."""
-    features = tl.expand_dims(rows, 2) + (16 * J + tl.arange(0, 16))[None, None, :]
-    return tl.load(features, mask=inside[:, :, None], other=0.0)
+def _features(eighth):
+    """Return features [4 * 8 * 4, 4], by quarter, row and thread, as [4, 16, ROWS]."""
+    return eighth.reshape([4, 8, 4, 2, 2]).permute(0, 3, 2, 4, 1).reshape([4, 16, 8])
 
 
 @triton.jit
-def _eighths(rows, inside, COLUMNS: tl.constexpr):
-    """Return 16 after 16 of the 128 features of rows [4, M], from pointers to the first ones: [4, COLUMNS, 16] each.
-
-    Fewer rows than COLUMNS are loaded at once and repeated; more would lie in the same banks of shared memory.
-    """
-    M: tl.constexpr = rows.shape[1]
-    if M < COLUMNS:
-        features = tl.expand_dims(rows, 2) + tl.arange(0, 128)[None, None, :]
-        block = tl.load(features, mask=inside[:, :, None], other=0.0)
-        block = block[:, None, :, :].broadcast_to([4, COLUMNS // M, M, 128]).reshape([4, COLUMNS, 128])
-        first, second = _halves(block)
-        one, two = _halves(first)
-        three, four = _halves(second)
-        a, b = _halves(one)
-        c, d = _halves(two)
-        e, f = _halves(three)
-        g, h = _halves(four)
-    else:
-        a, b = _eighth(rows, inside, 0), _eighth(rows, inside, 1)
-        c, d = _eighth(rows, inside, 2), _eighth(rows, inside, 3)
-        e, f = _eighth(rows, inside, 4), _eighth(rows, inside, 5)
-        g, h = _eighth(rows, inside, 6), _eighth(rows, inside, 7)
-    return a, b, c, d, e, f, g, h
-
-
-@triton.jit
-def _added(sums, rows, words, scales, inside, block, size, GROUP: tl.constexpr, UPCAST: tl.constexpr):
-    """Return sums [4, columns, rows] and the products of a block of each quarter; rows: of `_eighths`.
-
-    words: pointers [4, columns], scales: pointers to the first ones; block: [4, 1].
-    """
-    packed = tl.load(tl.expand_dims(words, 2) + tl.arange(0, 16)[None, None, :], mask=inside[:, :, None], other=0)
-    weights = eighths_of_words(packed, scales, inside, block, size, GROUP, rows[0].dtype, UPCAST)
+def _rows(rows, has_block, IS_UNEVEN: tl.constexpr):
+    """Load 16 after 16 features of a block of rows, from pointers to four of the first."""
+    eighths = ()
     for j in tl.static_range(8):
-        sums = dot(weights[j], rows[j].trans(0, 2, 1), sums, UPCAST)
+        eighths = appended(eighths, loaded(rows + 16 * j, has_block, IS_UNEVEN))
+    return eighths
+
+
+@triton.jit
+def _block(words, scales, first, t, left, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr):
+    """Load words and scales of block t of each quarter, from pointers to the first; left: blocks from `first` on."""
+    has_block = t < left
+    packed = loaded(words + t * size * 16, has_block[:, None], IS_UNEVEN)
+    return packed, scales_of(scales, has_block, first + t, size, GROUP, IS_UNEVEN)
+
+
+@triton.jit
+def _first_blocks(
+    words, scales, first, left, quarter, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Load as many blocks of each quarter as are loaded ahead; the last one again where there are fewer."""
+    blocks = ()
+    for t in tl.static_range(AHEAD):
+        block = _block(words, scales, first, tl.minimum(t, quarter - 1), left, size, GROUP, IS_UNEVEN)
+        blocks = appended(blocks, block)
+    return blocks
+
+
+@triton.jit
+def _added(sums, rows, block, GROUP: tl.constexpr, UPCAST: tl.constexpr):
+    """Return sums [4, COLUMNS, ROWS] and the products of a block of each quarter."""
+    words, scales = block
+    of_words = ()
+    for i in tl.static_range(len(scales)):
+        of_words = appended(of_words, scales[i][:, None])
+    weights = eighths_of_words(words, of_words, GROUP, rows[0].dtype, UPCAST)
+    for j in tl.static_range(8):
+        sums = dot(_columns(weights[j]), _features(rows[j]), sums, UPCAST)
     return sums
 
 
@@ -104,41 +108,52 @@ def quarters_kernel(
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     IS_UNEVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_M rows and BLOCK_N columns of out; see `quantised._quantised_kernel`. Fewer rows than the eight that tensor
-    cores have columns for are loaded once and repeated."""
+    """ROWS rows and COLUMNS columns of out, with AHEAD blocks loaded ahead; see `quantised._quantised_kernel`.
+
+    Rows past the last one are that one again. Threads are numbered as the tensor cores have them: four of a column, or
+    of a row, of eight of those, of four warps. Loads are of four neighbours by thread, which Triton does not reorder.
+    """
     N, n0, n1, n2, stride = N * 16, n0 * 16, n1 * 16, n2 * 16, stride * 16
-    COLUMNS: tl.constexpr = max(BLOCK_M, 8)
-    part, number = part_of(tl.program_id(1), n0, n1, BLOCK_N)
+    part, number = part_of(tl.program_id(1), n0, n1, COLUMNS)
     begin, size = picked(0, n0, n0 + n1, part), picked(n0, n1, n2, part)
     weight, scales, bias = picked(w0, w1, w2, part), picked(s0, s1, s2, part), picked(b0, b1, b2, part)
-    quarter = tl.cdiv(num_blocks, 4)
-    first = (tl.arange(0, 4) * quarter)[:, None]
-    n = (number * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
-    m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[None, :]
-    rows, at = x + m * stride + first * 128, (first * size + n) * 16
-    has_n, has_m = (n < size) & (first >= 0), (m < num_rows) & (first >= 0)
+    quarter, four = tl.cdiv(num_blocks, 4), tl.arange(0, 4)[None, :]
+    thread = tl.arange(0, COLUMNS * 16)
+    first = thread // 32 % 4 * quarter
+    n = number * COLUMNS + thread // 128 * 8 + thread // 4 % 8
+    at = ((first.to(tl.int64) * size + n) * 16 + thread % 4 * 4)[:, None] + four
+    of_row = tl.arange(0, ROWS * 16)
+    first_of_row = of_row // 32 * quarter
+    m = tl.minimum(tl.program_id(0) * ROWS + of_row // 4 % 8, num_rows - 1).to(tl.int64)
+    rows = x + (m * stride + first_of_row * 128 + of_row % 4 * 4)[:, None] + four
+    left, left_of_row = num_blocks - first, (num_blocks - first_of_row)[:, None]
     if PDL:
         gdc_wait()
-    sums = tl.zeros([4, BLOCK_N, COLUMNS], tl.float32)
+    blocks = _first_blocks(weight + at, scales + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
+    if ACTIVATION != "":
+        up_blocks = _first_blocks(w1 + at, s1 + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
+    features = _rows(rows, left_of_row > 0, IS_UNEVEN)
+    sums = tl.zeros([4, COLUMNS, ROWS], tl.float32)
     up_sums = sums
-    for t in tl.range(0, quarter, num_stages=NUM_STAGES):
-        if IS_UNEVEN:
-            has_n, has_m = (n < size) & (first + t < num_blocks), (m < num_rows) & (first + t < num_blocks)
-        features = _eighths(rows + t * 128, has_m, COLUMNS)
-        w = at + t * size * 16
-        sums = _added(sums, features, weight + w, scales + n, has_n, first + t, size, GROUP, UPCAST)
+    for t in tl.range(0, quarter, num_stages=1, loop_unroll_factor=AHEAD):
+        later, after = tl.minimum(t + AHEAD, quarter - 1), tl.minimum(t + 1, quarter - 1)
+        block = _block(weight + at, scales + n, first, later, left, size, GROUP, IS_UNEVEN)
         if ACTIVATION != "":
-            up_sums = _added(up_sums, features, w1 + w, s1 + n, has_n, first + t, size, GROUP, UPCAST)
-    n, m = number * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, COLUMNS)
+            up_block = _block(w1 + at, s1 + n, first, later, left, size, GROUP, IS_UNEVEN)
+        next_features = _rows(rows + after * 128, after < left_of_row, IS_UNEVEN)
+        sums = _added(sums, features, blocks[0], GROUP, UPCAST)
+        blocks = appended(blocks[1:], block)
+        if ACTIVATION != "":
+            up_sums = _added(up_sums, features, up_blocks[0], GROUP, UPCAST)
+            up_blocks = appended(up_blocks[1:], up_block)
+        features = next_features
+    n, m = number * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     product = finished(_total(sums), bias, n, size, HAS_BIAS, out.dtype.element_ty)
     if ACTIVATION != "":
         up = finished(_total(up_sums), b1, n, size, HAS_BIAS, out.dtype.element_ty)
         product = gated(product, up, ACTIVATION)
-    is_row = (m < num_rows) & (tl.arange(0, COLUMNS) < BLOCK_M)
     at = out + m.to(tl.int64)[None, :] * N + (begin + n)[:, None]
-    tl.store(at, product, mask=is_row[None, :] & (n < size)[:, None])
+    tl.store(at, product, mask=(m < num_rows)[None, :])

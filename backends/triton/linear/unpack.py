@@ -169,27 +169,46 @@ def _nf4(words, s0, s1, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def eighths_of_words(
-    words, scales, is_inside, block, size, GROUP: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr
-):
+def appended(values, value):
+    """Return the tuple `values` with one more; Triton knows no other way to write it."""
+    return values + (value,)  # noqa: RUF005
+
+
+@triton.jit
+def loaded(pointers, inside, IS_MASKED: tl.constexpr):
+    """Load what is inside, and zeros elsewhere; without IS_MASKED all of it is."""
+    if IS_MASKED:
+        values = tl.load(pointers, mask=inside, other=0)
+    else:
+        values = tl.load(pointers)
+    return values
+
+
+@triton.jit
+def scales_of(scales, inside, block, size, GROUP: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Return the scales of a block of 128 features, or of a block each: one, or one for every GROUP if that is less.
+
+    scales: pointers to the first ones, of the shape of the results. size: of columns, from a scale to the next one.
+    """
+    group = block * (128 // GROUP) if GROUP < 128 else block // (GROUP // 128)
+    found = ()
+    for i in tl.static_range(max(128 // GROUP, 1)):
+        found = appended(found, loaded(scales + (group + i) * size, inside, IS_MASKED))
+    return found
+
+
+@triton.jit
+def eighths_of_words(words, scales, GROUP: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
     """Return 16 after 16 of the weights of a block of features, or of a block each, [..., N, 16] each.
 
-    words: [..., N, 16]; scales: pointers [..., N] to the first ones. size: of columns, from a scale to the next one.
-    NF4 has scales in fp32.
+    words: [..., N, 16]; scales: of `scales_of`, [..., N, 1]; those of NF4 are fp32.
     """
-    inside = tl.expand_dims(is_inside, -1)
-    group = block * (128 // GROUP) if GROUP < 128 else block // (GROUP // 128)
-    at = tl.expand_dims(scales + group * size, -1)
-    s0 = tl.load(at, mask=inside, other=0)
-    s1, s2, s3 = s0, s0, s0
+    s0, s1, s2, s3 = scales[0], scales[0], scales[0], scales[0]
     if GROUP == 64:
-        s2 = tl.load(at + size, mask=inside, other=0)
-        s3 = s2
+        s2, s3 = scales[1], scales[1]
     if GROUP == 32:
-        s1 = tl.load(at + size, mask=inside, other=0)
-        s2 = tl.load(at + 2 * size, mask=inside, other=0)
-        s3 = tl.load(at + 3 * size, mask=inside, other=0)
-    if scales.dtype.element_ty == tl.float32:
+        s1, s2, s3 = scales[1], scales[2], scales[3]
+    if s0.dtype == tl.float32:
         eighths = _nf4(words, s0, s2, DTYPE, UPCAST)
     else:
         eighths = _int4(words, s0, s1, s2, s3, DTYPE, UPCAST)
