@@ -60,8 +60,9 @@ def pack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the layout of weights (values - zeros) * scales: words [K / 128, N, 16] and scales [K / G, N], both int32.
 
-    values: [N, K] of 0..15; scales: [N, K / G], bf16 or fp16; zeros: [N, K / G], default 8. Word c of a block has
-    element 16 * j + c at bits 4 * j. A scale's word has its bits, and above them those of -(MAGIC + zero).
+    values: [N, K] of 0..15; scales: [N, K / G], bf16 or fp16; zeros: [N, K / G], default 8. Words 2 * p and
+    2 * p + 1 of a block have elements 16 * j + 2 * p, for j of 0..3 and of 4..7, at bits 4 * (j % 4), and their right
+    neighbours 16 bits above them. A scale's word has its bits, and above them those of -(MAGIC + zero).
     """
     zeros = torch.full_like(scales, 8) if zeros is None else zeros.to(scales.dtype)
     offsets = (-(MAGIC[scales.dtype] + zeros.float())).to(scales.dtype)
@@ -78,16 +79,20 @@ def pack_nf4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
-    """Return the words [K / 128, N, 16] of values [N, K]."""
-    nibbles = values.to(torch.int32).view(len(values), -1, 8, NUM_WORDS)
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device).view(1, 1, 8, 1)
-    return (nibbles << shifts).sum(2, dtype=torch.int32).transpose(0, 1).contiguous()
+    """Return the words [K / 128, N, 16] of values [N, K], as `pack` has them."""
+    places = values.to(torch.int32).view(len(values), -1, 2, 4, 8, 2).permute(1, 0, 4, 2, 3, 5)
+    return (places << _shifts(values.device)).sum((4, 5), dtype=torch.int32).flatten(2)
 
 
 def values_of(words: torch.Tensor) -> torch.Tensor:
     """Return the values [N, K] of `words_of`, 0..15."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(1, 1, 8, 1)
-    return (words.unsqueeze(2) >> shifts & 15).transpose(0, 1).reshape(words.shape[1], -1)
+    places = words.view(*words.shape[:2], 8, 2, 1, 1) >> _shifts(words.device) & 15
+    return places.permute(1, 0, 3, 4, 2, 5).reshape(words.shape[1], -1)
+
+
+def _shifts(device: torch.device) -> torch.Tensor:
+    """Return where a word has the elements [4, 2] of four sixteens and of two neighbours."""
+    return torch.arange(0, 32, 4, dtype=torch.int32, device=device).view(2, 4).T
 
 
 def unpack(words: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -138,7 +138,7 @@ def quarters_kernel(
     features = _rows(rows, left_of_row > 0, IS_UNEVEN)
     sums = tl.zeros([4, COLUMNS, ROWS], tl.float32)
     up_sums = sums
-    for t in tl.range(0, quarter, num_stages=1, loop_unroll_factor=AHEAD):
+    for t in tl.range(0, quarter, num_stages=1, loop_unroll_factor=max(AHEAD, 2)):
         later, after = tl.minimum(t + AHEAD, quarter - 1), tl.minimum(t + 1, quarter - 1)
         block = _block(weight + at, scales + n, first, later, left, size, GROUP, IS_UNEVEN)
         if ACTIVATION != "":

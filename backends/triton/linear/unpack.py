@@ -1,7 +1,8 @@
 """Unpacks 4-bit weights in registers, for products: what a thread loads is what it multiplies, without a shuffle.
 
-A word has element 16 * j + c of a block of 128 at bits 4 * j, for its column c of 16. So an operand of tensor cores,
-16 features at a time, takes nibble j of the same words for each j in turn.
+Two neighbours of a block of 128 elements are in one word, 16 bits apart, with those 16, 32 and 48 elements on; the word
+after it has the other four of these pairs (`backends.linear.packed.pack`). So an operand of tensor cores, 16 features at
+a time, takes the next nibble of both halves of a word each time.
 """
 
 import struct
@@ -19,7 +20,7 @@ def _assembly(kind: str, magic: int, one: int) -> str:
     high half of a scale's word takes that and a zero point off again, exactly; the product with the low half is rounded
     once.
     """
-    steps = ["prmt.b32 v0, $8, $9, 0x5410", "prmt.b32 v4, $8, $9, 0x7632"]
+    steps = ["mov.b32 v0, $8", "mov.b32 v4, $9"]
     for i in range(4):
         steps.append(f"prmt.b32 scale{i}, ${10 + 2 * i}, ${11 + 2 * i}, 0x5410")
         steps.append(f"prmt.b32 offset{i}, ${10 + 2 * i}, ${11 + 2 * i}, 0x7632")
@@ -37,17 +38,17 @@ def _assembly_of_mxfp4() -> str:
 
     Sign, exponent and mantissa go where bf16 has them, which is 2^-126 of the value, exactly, subnormal ones included.
     """
-    steps = ["prmt.b32 lo, $8, $9, 0x5410", "prmt.b32 hi, $8, $9, 0x7632", "mov.b32 none, 0x80008000"]
+    steps = ["mov.b32 none, 0x80008000"]
     for i in range(4):
         steps.append(f"prmt.b32 scale{i}, $10, $11, 0x{4 + i}{4 + i}{i}{i}")
         steps += [f"and.b32 scale{i}, scale{i}, 0x00FF00FF", f"shl.b32 scale{i}, scale{i}, 7"]
     for j in range(8):
-        half, at = "lo" if j < 4 else "hi", j % 4 * 4
-        steps.append(f"shl.b32 sign, {half}, {12 - at}")
-        steps.append(f"shl.b32 v, {half}, {6 - at}" if at < 6 else f"shr.u32 v, {half}, {at - 6}")
+        word, at = "$8" if j < 4 else "$9", j % 4 * 4
+        steps.append(f"shl.b32 sign, {word}, {12 - at}")
+        steps.append(f"shl.b32 v, {word}, {6 - at}" if at < 6 else f"shr.u32 v, {word}, {at - 6}")
         steps += ["and.b32 v, v, 0x01C001C0", "lop3.b32 v, sign, 0x80008000, v, 0xEA"]
         steps.append(f"fma.rn.bf16x2 ${j}, v, scale{j // 2}, none")
-    return f"{{ .reg .b32 lo, hi, sign, v, scale<4>, none; {'; '.join(steps)}; }}"
+    return f"{{ .reg .b32 sign, v, scale<4>, none; {'; '.join(steps)}; }}"
 
 
 def _assembly_of_nf4(kind: str) -> str:
@@ -63,9 +64,10 @@ def _assembly_of_nf4(kind: str) -> str:
         steps += [f"selp.b32 {t}, {tree[2 * i + 1]}, {tree[2 * i]}, p{level}" for i, t in enumerate(names)]
         tree = names
     for j in range(8):
-        for word, scale, value in (("$8", f"${10 + j // 4 * 2}", "low"), ("$9", f"${11 + j // 4 * 2}", "high")):
-            steps += [f"shr.u32 at, {word}, {4 * j}", f"shfl.sync.idx.b32 {value}, {tree[0]}, at, 31, -1"]
-            steps.append(f"mul.f32 {value}, {value}, {scale}")
+        word, place = "$8" if j < 4 else "$9", j % 4 * 4
+        for shift, scale, value in ((place, 10 + j // 4 * 2, "low"), (place + 16, 11 + j // 4 * 2, "high")):
+            steps += [f"shr.u32 at, {word}, {shift}", f"shfl.sync.idx.b32 {value}, {tree[0]}, at, 31, -1"]
+            steps.append(f"mul.f32 {value}, {value}, ${scale}")
         steps.append(f"cvt.rn.{kind}x2.f32 ${j}, high, low")
     registers = ", ".join(f"t{level}_<{8 >> level}>" for level in range(4))
     return f"{{ .reg .b32 at, low, high, {registers}; .reg .pred p<4>; {'; '.join(steps)}; }}"
@@ -83,12 +85,20 @@ MXFP4, OPERANDS_OF_MXFP4 = tl.constexpr(_assembly_of_mxfp4()), tl.constexpr("=r,
 
 
 @triton.jit
+def _nibbles(words, J: tl.constexpr):
+    """Return the J-th of eight pairs that each two words of [N, 2 * W] hold, at the places of these words."""
+    first, second = tl.split(words.reshape([words.shape[0], words.shape[1] // 2, 2]))
+    word = (first if J < 4 else second) >> (4 * (J % 4))
+    return tl.join(word & 15, word >> 16 & 15).reshape(words.shape)
+
+
+@triton.jit
 def _value(words, scales, DTYPE: tl.constexpr, J: tl.constexpr):
-    """Return weights of nibble J of each word, as the assembly does."""
+    """Return the J-th eighth of weights, as the assembly does."""
     MAGIC: tl.constexpr = 1024.0 if DTYPE == tl.float16 else 128.0  # noqa: SIM300
     scale = scales.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     offset = (scales >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return (((words >> (4 * J) & 15).to(tl.float32) + MAGIC + offset) * scale).to(DTYPE)
+    return ((_nibbles(words, J).to(tl.float32) + MAGIC + offset) * scale).to(DTYPE)
 
 
 @triton.jit
@@ -120,10 +130,11 @@ def in_order(eighths):
 
 @triton.jit
 def _e2m1(words, exponents, J: tl.constexpr):
-    """Return weights of nibble J of each word, as the assembly does."""
-    size = words >> (4 * J) & 7
+    """Return the J-th eighth of weights, as the assembly does."""
+    nibbles = _nibbles(words, J)
+    size = nibbles & 7
     quarters = tl.where(size < 2, size * 2, (size & 1 | 2) << (size >> 1)).to(tl.float32)
-    signed = tl.where(words >> (4 * J) & 8 != 0, -quarters, quarters)
+    signed = tl.where(nibbles & 8 != 0, -quarters, quarters)
     field = exponents >> (J // 2 * 8) & 255  # 2^-126 of the value, times 2^(field - 127)
     return (signed * 2.0**-128 * (field << 23).to(tl.float32, bitcast=True)).to(tl.bfloat16)
 
@@ -144,8 +155,8 @@ def unpacked_mxfp4(words, exponents, UPCAST: tl.constexpr):
 
 @triton.jit
 def _code(words, scales, DTYPE: tl.constexpr, J: tl.constexpr):
-    """Return weights of nibble J of each word, as the assembly does."""
-    nibble, code = words >> (4 * J) & 15, tl.zeros(words.shape, tl.float32)
+    """Return the J-th eighth of weights, as the assembly does."""
+    nibble, code = _nibbles(words, J), tl.zeros(words.shape, tl.float32)
     for i in tl.static_range(16):
         code = tl.where(nibble == i, CODES[i], code)
     return (code * scales).to(DTYPE)
