@@ -1,8 +1,8 @@
 """Unpacks 4-bit weights in registers, for products: what a thread loads is what it multiplies, without a shuffle.
 
 Two neighbours of a block of 128 elements are in one word, 16 bits apart, with those 16, 32 and 48 elements on; the word
-after it has the other four of these pairs (`backends.linear.packed.pack`). So an operand of tensor cores, 16 features at
-a time, takes the next nibble of both halves of a word each time.
+after it has the other four of these pairs (`backends.linear.packed.pack`). So an operand of tensor cores, 16 features
+at a time, takes the next nibble of both halves of a word each time.
 """
 
 import struct
