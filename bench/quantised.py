@@ -88,7 +88,7 @@ def timed(args: argparse.Namespace, form: str) -> Iterator[dict[str, Any]]:
     gc.collect()
     prompts = torch.randint(5, model.config.vocab_size - 5, (32, args.tokens)).tolist()
     own = "specdec.reach.targets.adapters.quantised.has_kernels"
-    ways = [("ours", draft) for draft in DRAFTS] + [("own", "plain")] * (form in ("channels", "int4"))
+    ways = [("ours", draft) for draft in args.drafts.split(",")] + [("own", "plain")] * (form in ("channels", "int4"))
     for how, draft in ways:
         head = make_head(shape, model) if DRAFTS[draft] else None
         limits = {"max_batch": 32, "max_seq_len": args.tokens + args.new_tokens + 64, "graph_sampling": "greedy"}
@@ -249,6 +249,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
+    parser.add_argument("--drafts", default=",".join(DRAFTS))
     parser.add_argument("--forms", default="bf16,fp8,channels,int4,nf4,mxfp4")
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=129)

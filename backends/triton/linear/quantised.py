@@ -4,6 +4,7 @@ Twins: `specdec.backends.linear.fp8.fp8_linear_twin` and `specdec.backends.linea
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -14,10 +15,10 @@ from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, capability, follows_early
 from specdec.backends.triton.launch.shared_memory import shared_memory
+from specdec.backends.triton.linear import quarters
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import Tiles, filled, finished, part_of, picked, with_diagonal
+from specdec.backends.triton.linear.parts import Tile, Tiles, filled, finished, part_of, picked, with_diagonal
 from specdec.backends.triton.linear.products import dot
-from specdec.backends.triton.linear.quarters import COLUMNS, ROWS, quarters_kernel
 from specdec.backends.triton.linear.unpack import eighths_of_words, in_order, scales_of
 
 
@@ -171,22 +172,24 @@ def launch(
     out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
-    by_quarters = group > 0 and tile.pack == 4 and (INTERPRETED or capability() == 90)
+    by_quarters = group > 0 and num_rows <= quarters.MOST_ROWS and (INTERPRETED or capability() == 90)
     if by_quarters:
-        tile = tile._replace(m=ROWS.value, n=COLUMNS.value, num_stages=1)
-    grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
+        tile = Tile(8 if num_rows <= 8 else 16, quarters.COLUMNS.value, 4, 4, 1)
+        ahead = quarters.AHEAD_GATED if activation else quarters.AHEAD
+        constants: dict[str, Any] = {"IS_UNEVEN": num_blocks % (4 * ahead) > 0, "AHEAD": ahead}
+    else:
+        tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
+        constants = {"IS_UNEVEN": num_blocks % 4 > 0, "PACK": tile.pack, "NUM_STAGES": tile.num_stages}
+        constants["BLOCK_N"] = tile.n
+    num_columns = sum(triton.cdiv(size, tile.n) for size in own)
+    grid = (num_columns,) if by_quarters else (triton.cdiv(num_rows, tile.m), num_columns)
     rows = [x] if by_quarters else [x, x if row_scales is None else row_scales]
     tensors = *rows, *filled(weights), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)), x.stride(0))]
     args = *tensors, num_rows, num_blocks, *units
     is_early = follows_early(num_rows)
-    constants = {"GROUP": group, "ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}
-    constants |= {"IS_UNEVEN": num_blocks % 4 > 0, "PDL": is_early}
-    if by_quarters:
-        constants["AHEAD"] = 1 if activation else 4
-    else:
-        constants |= {"PACK": tile.pack, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
-    kernel = quarters_kernel if by_quarters else _quantised_kernel
+    constants |= {"GROUP": group, "ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}
+    constants |= {"BLOCK_M": tile.m, "PDL": is_early}
+    kernel = quarters.quarters_kernel if by_quarters else _quantised_kernel
     cached_launch(kernel, tile.num_warps, tile.num_stages, is_early)(grid, *args, **constants)
     return out

@@ -17,7 +17,9 @@ from specdec.backends.triton.linear.parts import finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import appended, eighths_of_words, loaded, scales_of
 
-COLUMNS, ROWS = tl.constexpr(16), tl.constexpr(8)  # of a program, which tensor cores multiply at once
+COLUMNS = tl.constexpr(16)  # of a program
+MOST_ROWS = 16  # of a product; above, tiles that share unpacked weights between warps are faster
+AHEAD, AHEAD_GATED = 4, 1  # blocks; with two weights there are programs enough to wait for one another's loads
 
 
 @triton.jit
@@ -27,9 +29,9 @@ def _columns(eighth):
 
 
 @triton.jit
-def _features(eighth):
-    """Return features [4 * 8 * 4, 4], by quarter, row and thread, as [4, 16, ROWS]."""
-    return eighth.reshape([4, 8, 4, 2, 2]).permute(0, 3, 2, 4, 1).reshape([4, 16, 8])
+def _features(eighth, BLOCK_M: tl.constexpr):
+    """Return features [BLOCK_M / 8 * 4 * 8 * 4, 4], by eight rows, quarter, row and thread, as [4, 16, BLOCK_M]."""
+    return eighth.reshape([BLOCK_M // 8, 4, 8, 4, 2, 2]).permute(1, 4, 3, 5, 0, 2).reshape([4, 16, BLOCK_M])
 
 
 @triton.jit
@@ -42,35 +44,35 @@ def _rows(rows, has_block, IS_UNEVEN: tl.constexpr):
 
 
 @triton.jit
-def _block(words, scales, first, t, left, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr):
-    """Load words and scales of block t of each quarter, from pointers to the first; left: blocks from `first` on."""
-    has_block = t < left
+def _block(words, scales, first, t, left, quarter, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr):
+    """Load words and scales of block t of each quarter, from pointers to the first; left: blocks that a quarter has."""
+    has_block, t = t < left, tl.minimum(t, quarter - 1)
     packed = loaded(words + t * size * 16, has_block[:, None], IS_UNEVEN)
     return packed, scales_of(scales, has_block, first + t, size, GROUP, IS_UNEVEN)
 
 
 @triton.jit
-def _first_blocks(
-    words, scales, first, left, quarter, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr, AHEAD: tl.constexpr
+def _blocks(
+    words, scales, first, t, left, quarter, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr, AHEAD: tl.constexpr
 ):
-    """Load as many blocks of each quarter as are loaded ahead; the last one again where there are fewer."""
+    """Load AHEAD blocks of each quarter from t on: zeros past the last ones if IS_UNEVEN, else anything."""
     blocks = ()
-    for t in tl.static_range(AHEAD):
-        block = _block(words, scales, first, tl.minimum(t, quarter - 1), left, size, GROUP, IS_UNEVEN)
+    for u in tl.static_range(AHEAD):
+        block = _block(words, scales, first, t + u, left, quarter, size, GROUP, IS_UNEVEN)
         blocks = appended(blocks, block)
     return blocks
 
 
 @triton.jit
 def _added(sums, rows, block, GROUP: tl.constexpr, UPCAST: tl.constexpr):
-    """Return sums [4, COLUMNS, ROWS] and the products of a block of each quarter."""
+    """Return sums [4, COLUMNS, rows] and the products of a block of each quarter."""
     words, scales = block
     of_words = ()
     for i in tl.static_range(len(scales)):
         of_words = appended(of_words, scales[i][:, None])
     weights = eighths_of_words(words, of_words, GROUP, rows[0].dtype, UPCAST)
     for j in tl.static_range(8):
-        sums = dot(_columns(weights[j]), _features(rows[j]), sums, UPCAST)
+        sums = dot(_columns(weights[j]), _features(rows[j], sums.shape[2]), sums, UPCAST)
     return sums
 
 
@@ -108,16 +110,17 @@ def quarters_kernel(
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     IS_UNEVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows and COLUMNS columns of out, with AHEAD blocks loaded ahead; see `quantised._quantised_kernel`.
+    """BLOCK_M rows and COLUMNS columns of out, with AHEAD blocks loaded ahead; see `quantised._quantised_kernel`.
 
     Rows past the last one are that one again. Threads are numbered as the tensor cores have them: four of a column, or
     of a row, of eight of those, of four warps. Loads are of four neighbours by thread, which Triton does not reorder.
     """
     N, n0, n1, n2, stride = N * 16, n0 * 16, n1 * 16, n2 * 16, stride * 16
-    part, number = part_of(tl.program_id(1), n0, n1, COLUMNS)
+    part, number = part_of(tl.program_id(0), n0, n1, COLUMNS)
     begin, size = picked(0, n0, n0 + n1, part), picked(n0, n1, n2, part)
     weight, scales, bias = picked(w0, w1, w2, part), picked(s0, s1, s2, part), picked(b0, b1, b2, part)
     quarter, four = tl.cdiv(num_blocks, 4), tl.arange(0, 4)[None, :]
@@ -125,32 +128,37 @@ def quarters_kernel(
     first = thread // 32 % 4 * quarter
     n = number * COLUMNS + thread // 128 * 8 + thread // 4 % 8
     at = ((first.to(tl.int64) * size + n) * 16 + thread % 4 * 4)[:, None] + four
-    of_row = tl.arange(0, ROWS * 16)
-    first_of_row = of_row // 32 * quarter
-    m = tl.minimum(tl.program_id(0) * ROWS + of_row // 4 % 8, num_rows - 1).to(tl.int64)
+    of_row = tl.arange(0, BLOCK_M * 16)
+    first_of_row = of_row // 32 % 4 * quarter
+    m = tl.minimum(of_row // 128 * 8 + of_row // 4 % 8, num_rows - 1).to(tl.int64)
     rows = x + (m * stride + first_of_row * 128 + of_row % 4 * 4)[:, None] + four
-    left, left_of_row = num_blocks - first, (num_blocks - first_of_row)[:, None]
+    left = tl.minimum(num_blocks - first, quarter)
+    left_of_row = tl.minimum(num_blocks - first_of_row, quarter)[:, None]
     if PDL:
         gdc_wait()
-    blocks = _first_blocks(weight + at, scales + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
+    blocks = _blocks(weight + at, scales + n, first, 0, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
     if ACTIVATION != "":
-        up_blocks = _first_blocks(w1 + at, s1 + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
+        up_blocks = _blocks(w1 + at, s1 + n, first, 0, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
     features = _rows(rows, left_of_row > 0, IS_UNEVEN)
-    sums = tl.zeros([4, COLUMNS, ROWS], tl.float32)
+    sums = tl.zeros([4, COLUMNS, BLOCK_M], tl.float32)
     up_sums = sums
-    for t in tl.range(0, quarter, num_stages=1, loop_unroll_factor=max(AHEAD, 2)):
-        later, after = tl.minimum(t + AHEAD, quarter - 1), tl.minimum(t + 1, quarter - 1)
-        block = _block(weight + at, scales + n, first, later, left, size, GROUP, IS_UNEVEN)
+    for t in tl.range(0, quarter, AHEAD, num_stages=1, loop_unroll_factor=2 if AHEAD == 1 else 1):
+        later = _blocks(weight + at, scales + n, first, t + AHEAD, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
         if ACTIVATION != "":
-            up_block = _block(w1 + at, s1 + n, first, later, left, size, GROUP, IS_UNEVEN)
-        next_features = _rows(rows + after * 128, after < left_of_row, IS_UNEVEN)
-        sums = _added(sums, features, blocks[0], GROUP, UPCAST)
-        blocks = appended(blocks[1:], block)
+            up_later = _blocks(w1 + at, s1 + n, first, t + AHEAD, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
+        if AHEAD > 1:
+            tl.debug_barrier()  # ptxas would move these loads to where they are needed
+        for u in tl.static_range(AHEAD):
+            after = tl.minimum(t + u + 1, quarter - 1)
+            next_features = _rows(rows + after * 128, t + u + 1 < left_of_row, IS_UNEVEN)
+            sums = _added(sums, features, blocks[u], GROUP, UPCAST)
+            if ACTIVATION != "":
+                up_sums = _added(up_sums, features, up_blocks[u], GROUP, UPCAST)
+            features = next_features
+        blocks = later
         if ACTIVATION != "":
-            up_sums = _added(up_sums, features, up_blocks[0], GROUP, UPCAST)
-            up_blocks = appended(up_blocks[1:], up_block)
-        features = next_features
-    n, m = number * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+            up_blocks = up_later
+    n, m = number * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_M)
     product = finished(_total(sums), bias, n, size, HAS_BIAS, out.dtype.element_ty)
     if ACTIVATION != "":
         up = finished(_total(up_sums), b1, n, size, HAS_BIAS, out.dtype.element_ty)
