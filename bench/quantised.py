@@ -14,7 +14,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,8 +28,8 @@ from specdec.backends.experts.quantised import grouped_mxfp4, grouped_mxfp4_twin
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.launch.ahead import compiling_ahead
 from specdec.backends.triton.linear import fp8 as fp8_kernels
+from specdec.backends.triton.linear import gated_fp8, parts
 from specdec.backends.triton.linear import packed as packed_kernels
-from specdec.backends.triton.linear import parts
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
 from tests import quantised_models
@@ -196,9 +196,10 @@ def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
             for num_rows in (1, 16, 32, 64, 128, 512):
                 x = torch.randn(num_rows, K, device=DEVICE).bfloat16()
                 tables = kernels.TILES[:3] if has_tiles and form != "nf4" else ()
-                chosen = kernels.TILES.choose(
-                    num_rows, sizes[0] if activation else sum(sizes), bool(activation), SHARED
-                )
+                N = sizes[0] if activation else sum(sizes)
+                chosen = kernels.TILES.choose(num_rows, N, bool(activation), SHARED)
+                if form in FP8 and gated_fp8.takes(num_rows, one[1], activation):
+                    chosen = None
                 calls = [product(form, x, made, activation) for made in copies]
                 others = [tile for tiles in tables for tile in tiles if tile.m <= 2 * max(16, num_rows)]
                 tried += [(num_rows, tile, tile == chosen, calls) for tile in dict.fromkeys([chosen, *others])]
@@ -207,13 +208,24 @@ def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
                     with_tile(tile, calls[:1])
             for num_rows, tile, is_chosen, calls in tried:
                 us = microseconds(tile, calls)
-                row = {"what": "product", "form": form, "product": name, "rows": num_rows, "tile": str(tuple(tile))}
+                row = {"what": "product", "form": form, "product": name, "rows": num_rows}
+                row["tile"] = str(tile and tuple(tile))
                 yield {**row, "us": us, "tb_s": us and round(size / us / 1e6, 2), "is_chosen": is_chosen}
+
+
+@contextmanager
+def tiled(tile: Any) -> Iterator[None]:
+    """Let products have a tile within the context; None: that of a kernel of its own, where rows are few."""
+    if tile is None:
+        yield
+        return
+    with patch.object(parts.Tiles, "choose", lambda *_: tile), patch.object(fp8_kernels, "takes", lambda *_: False):
+        yield
 
 
 def with_tile(tile: Any, calls: list[Any]) -> None:
     """Run `calls` with a tile, as far as it fits."""
-    with patch.object(parts.Tiles, "choose", lambda *_: tile), suppress(Exception):
+    with suppress(Exception), tiled(tile):
         for call in calls:
             call()
 
@@ -221,7 +233,7 @@ def with_tile(tile: Any, calls: list[Any]) -> None:
 def microseconds(tile: Any, calls: list[Any]) -> float | None:
     """Return the time of a call in a graph of all of them; None where a tile does not fit."""
     try:
-        with patch.object(parts.Tiles, "choose", lambda *_: tile):
+        with tiled(tile):
             return in_a_graph(calls)
     except Exception as error:
         print(f"  {type(error).__name__}: {str(error)[:100]}", flush=True)

@@ -71,6 +71,8 @@ def compile_all(capability: int) -> list[str]:
             made, name = kept.metadata, kernel.fn.__name__
             assert not reads_stale(kept.asm["ptx"]), f"{name} lacks a fence between cp.async and wgmma: {kwargs}"
             assert made.target.arch == capability
+            is_product = name in ("_quantised_kernel", "_gated_kernel")
+            assert not (is_product and capability == 90 and by_warps_in_fp8(kept.asm["ptx"])), f"{name}: {kwargs}"
             assert made.shared <= most, f"{name} takes {made.shared} bytes of shared memory of {most}: {kwargs}"
             compiled.append(name)
 
@@ -108,6 +110,11 @@ def reads_stale(ptx: str) -> bool:
     """Return whether wgmma may miss what cp.async has just copied: they see shared memory through different proxies."""
     copied = r"cp\.async\.wait_group(?:(?!fence\.proxy\.async).)*?wgmma\.mma_async"
     return re.search(copied, ptx, re.DOTALL) is not None
+
+
+def by_warps_in_fp8(ptx: str) -> bool:
+    """Return whether products of FP8 are those of a warp: on Hopper, wgmma's have other bits."""
+    return re.search(r"mma\.sync\S*e4m3", ptx) is not None
 
 
 def sums_over_ranks() -> None:

@@ -1,6 +1,7 @@
 """Products with quantised weights: ops, twins, kernels, and bits that depend on a row alone."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from specdec.backends.gates import gate_twin
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.experts.quantised import grouped
 from specdec.backends.triton.linear import fp8 as fp8_kernels
-from specdec.backends.triton.linear import norms
+from specdec.backends.triton.linear import gated_fp8, norms
 from specdec.backends.triton.linear import packed as packed_kernels
 from specdec.reach.targets.adapters.quantised import _read_nf4
 from tests.early_starts import check_early_starts
@@ -101,6 +102,22 @@ def test_fp8_products_equal_their_twin(num_rows, K, activation, of):
         close(fp8_kernels.fp8_linear(x, row_scales, *args), fp8.fp8_linear_twin(x, row_scales, *args), BITS)
     ours = fp8_kernels.fp8_linear(x, row_scales, *args)
     assert ours[-1:].equal(fp8_kernels.fp8_linear(x[-1:], row_scales[-1:], *args))
+
+
+@pytest.mark.parametrize("K", [384, 1024, 1152])
+def test_gated_fp8_products_of_few_rows_have_the_bits_of_others(K, monkeypatch):
+    """Quarters of K that are short, of whole steps and of an odd number of blocks; a program and a half of columns."""
+    calls = Mock(side_effect=gated_fp8.gated_fp8)
+    monkeypatch.setattr(fp8_kernels, "gated_fp8", calls)
+    weights, scales = zip(*(blocks(192, K, i) for i in range(2)), strict=True)
+    x, row_scales = fp8.quantise_twin(random(17, K), False)
+    args = weights, scales, [random(192, seed=i) for i in range(2)], torch.bfloat16, "silu"
+    many = fp8_kernels.fp8_linear(x, row_scales, *args)
+    close(many, fp8.fp8_linear_twin(x, row_scales, *args), BITS)
+    assert not calls.called
+    for rows in (1, 4, 16):
+        assert fp8_kernels.fp8_linear(x[:rows], row_scales[:rows], *args).equal(many[:rows])
+    assert calls.called == gated_fp8.takes(1, scales, "silu")
 
 
 @pytest.mark.parametrize("by_row", [False, True])

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.triton.launch.relaunch import cached_launch, follows_early
+from specdec.backends.triton.linear.gated_fp8 import gated_fp8, takes
 from specdec.backends.triton.linear.parts import Tile, Tiles
 from specdec.backends.triton.linear.quantised import launch
 from specdec.backends.triton.linear.rounding import quantised
@@ -70,5 +71,7 @@ def fp8_linear(
     activation: str,
 ) -> torch.Tensor:
     """See `specdec.backends.linear.fp8.fp8_linear`; rows x [M, K]."""
+    if takes(len(x), scales, activation):
+        return gated_fp8(x, row_scales, weights, scales, bias, dtype, activation)
     sizes, group = [len(w) for w in weights], -1 if scales[0].dim() == 1 else 0
     return launch(x, row_scales, weights, scales, sizes, bias, dtype, activation, group, TILES)

@@ -1,0 +1,123 @@
+"""Gated products of few rows and weights in FP8 by blocks, on Hopper, 128 columns a program.
+
+Sums are those of `parts`, in one loop over all quarters of K, so that blocks of the next quarter are on their way while
+one ends. wgmma has a first operand of 64 rows or more: that are the columns.
+
+Twin: `specdec.backends.linear.fp8.fp8_linear_twin`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from specdec.backends.triton.launch.fences import fence_copies
+from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, capability, follows_early
+from specdec.backends.triton.linear.gates import gated
+from specdec.backends.triton.linear.parts import finished
+from specdec.backends.triton.linear.products import dot
+
+MOST_ROWS = 16
+BLOCKS, NUM_STAGES = 2, 3  # blocks of features in a step, and steps that are loaded ahead; measured on an H200
+
+
+@triton.jit
+def _added(sums, rows, row_scale, weight, scales, has_column, has_row, UPCAST: tl.constexpr):
+    """Return `sums` [columns, rows] and a product of blocks; scales: pointers to that of the columns, for each row."""
+    w = tl.load(weight[:, None] + tl.arange(0, 128)[None, :], mask=has_column[:, None], other=0.0)
+    scale = row_scale * tl.load(scales, mask=has_row, other=0.0)
+    fence_copies(w.shape[0])
+    return sums + dot(w, rows.T, tl.zeros_like(sums), UPCAST) * scale[None, :]
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "N", "stride"])
+def _gated_kernel(
+    x,
+    scales_of_rows,
+    w0,
+    w1,
+    s0,
+    s1,
+    b0,
+    b1,
+    out,
+    num_rows,
+    num_blocks,
+    N,
+    stride,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    IS_UNEVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """128 columns of out [num_rows, N]. N and stride in units of 16.
+
+    IS_UNEVEN: quarters of K are no whole steps of BLOCKS blocks, or the last ones are shorter.
+    """
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    N, stride, number = N * 16, stride * 16, tl.program_id(0)
+    n, m = number * 128 + tl.arange(0, 128), tl.arange(0, BLOCK_M)
+    rows, row_scales, of_columns = x + m.to(tl.int64) * stride, scales_of_rows + m * num_blocks, number * num_blocks
+    columns = n.to(tl.int64) * num_blocks * 128
+    quarter = tl.cdiv(num_blocks, 4)
+    steps = tl.cdiv(quarter, BLOCKS)
+    has_n, has_m = n < N, m < num_rows
+    sums = tl.zeros([128, BLOCK_M], tl.float32)
+    up_sums, total, up = sums, sums, sums
+    if PDL:
+        gdc_wait()
+    for step in tl.range(0, 4 * steps, num_stages=NUM_STAGES):
+        for i in tl.static_range(BLOCKS):
+            block, inside_n, inside_m = step * BLOCKS + i, has_n, has_m
+            if IS_UNEVEN:
+                of_quarter = step % steps * BLOCKS + i
+                block = step // steps * quarter + of_quarter
+                inside = (of_quarter < quarter) & (block < num_blocks)
+                inside_n, inside_m = has_n & inside, has_m & inside
+            features = (rows + block * 128)[:, None] + tl.arange(0, 128)[None, :]
+            features = tl.load(features, mask=inside_m[:, None], other=0.0)
+            row_scale = tl.load(row_scales + block, mask=inside_m, other=0.0)
+            w, s = columns + block * 128, of_columns + block + tl.zeros_like(m)
+            sums = _added(sums, features, row_scale, w0 + w, s0 + s, inside_n, inside_m, UPCAST)
+            up_sums = _added(up_sums, features, row_scale, w1 + w, s1 + s, inside_n, inside_m, UPCAST)
+        ends = (step + 1) % steps == 0
+        total, up = tl.where(ends, total + sums, total), tl.where(ends, up + up_sums, up)
+        sums, up_sums = tl.where(ends, 0.0, sums), tl.where(ends, 0.0, up_sums)
+    gate, up = finished(total, b0, n, N, HAS_BIAS, DTYPE), finished(up, b1, n, N, HAS_BIAS, DTYPE)
+    at = out + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(at, gated(gate, up, ACTIVATION), mask=has_m[None, :] & has_n[:, None])
+
+
+def takes(num_rows: int, scales: Sequence[torch.Tensor], activation: str) -> bool:
+    """Return whether the product of `num_rows` rows is one of these; scales: of the weights."""
+    return bool(activation) and num_rows <= MOST_ROWS and scales[0].dim() == 2 and (INTERPRETED or capability() == 90)
+
+
+def gated_fp8(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    activation: str,
+) -> torch.Tensor:
+    """See `specdec.backends.linear.fp8.fp8_linear`; rows x [M, K]."""
+    num_rows, num_blocks, N = x.shape[0], x.shape[1] // 128, weights[0].shape[0]
+    out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    args = x, row_scales, *weights, *scales, *(bias or [out, out]), out
+    is_early = follows_early(num_rows)
+    constants = {"ACTIVATION": activation, "HAS_BIAS": bool(bias)}
+    constants |= {"UPCAST": INTERPRETED, "IS_UNEVEN": num_blocks % (4 * BLOCKS) > 0, "BLOCK_M": MOST_ROWS}
+    constants |= {"BLOCKS": BLOCKS, "NUM_STAGES": NUM_STAGES, "PDL": is_early}
+    run = cached_launch(_gated_kernel, 4, NUM_STAGES, is_early)
+    run((triton.cdiv(N, 128),), *args, num_rows, num_blocks, N // 16, x.stride(0) // 16, **constants)
+    return out
