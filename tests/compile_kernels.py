@@ -173,10 +173,14 @@ def latents() -> None:
 
 
 def quantised() -> None:
-    """Few rows and many, gated, of one part and of three; odd numbers of blocks."""
+    """Few rows and many, gated, of one part and of three; odd numbers of blocks; results that are quantised."""
     for num_rows, K, dtype in ((1, 4096, torch.bfloat16), (20, 384, torch.float16), (64, 4096, torch.bfloat16)):
         compile_quantised(num_rows, K, dtype)
     compile_quantised(500, 384, torch.bfloat16)
+    if driver.active.get_current_target().arch >= 89:
+        for K, dtype, bias in ((4096, torch.bfloat16, []), (384, torch.float16, [torch.zeros(256).half()] * 2)):
+            weights = [torch.zeros(256, K, dtype=torch.float8_e4m3fn)] * 2, [torch.zeros(2, K // 128)] * 2
+            fp8.gated_linear_fp8(*fp8.quantise(torch.zeros(4, K, dtype=dtype), False), *weights, bias, dtype, "silu")
 
 
 def quantised_experts() -> None:

@@ -120,6 +120,21 @@ def test_gated_fp8_products_of_few_rows_have_the_bits_of_others(K, monkeypatch):
     assert calls.called == gated_fp8.takes(1, scales, "silu")
 
 
+def test_gated_fp8_products_quantise_what_they_give(monkeypatch):
+    """In one launch where rows are few, with the bits of two."""
+    weights, scales = zip(*(blocks(256, 384, i) for i in range(2)), strict=True)
+    x, row_scales = fp8.quantise_twin(random(17, 384), False)
+    args = weights, scales, [random(256, seed=i) for i in range(2)], torch.bfloat16, "silu"
+    values, of_values = fp8_kernels.quantise(fp8_kernels.fp8_linear(x, row_scales, *args), False)
+    close(of_values, fp8.quantise_twin(fp8.fp8_linear_twin(x, row_scales, *args), False)[1], BITS)
+    calls = Mock(side_effect=fp8_kernels.quantise)
+    monkeypatch.setattr(fp8_kernels, "quantise", calls)
+    for rows in (1, 4, 16, 17):
+        ours = fp8_kernels.gated_linear_fp8(x[:rows], row_scales[:rows], *args)
+        assert ours[0].float().equal(values[:rows].float()) and ours[1].equal(of_values[:rows])
+        assert calls.called != gated_fp8.takes(rows, scales, "silu")
+
+
 @pytest.mark.parametrize("by_row", [False, True])
 def test_rows_are_quantised_as_their_twin_does(by_row):
     x = random(3, 2304)
@@ -149,6 +164,10 @@ def test_ops_gate_and_take_any_shape(of):
     joined = fp8.fp8_linear(x, row_scales, [weight, weight], [scale, scale], [], torch.bfloat16)
     gated = fp8.fp8_linear(x, row_scales, [weight, weight], [scale, scale], [], torch.bfloat16, "silu")
     assert joined.shape == (2, 3, 64) and gate_twin(joined, "silu").equal(gated)
+    weight, scale = of(128, 256)
+    args = x, row_scales, [weight, weight], [scale, scale], [], torch.bfloat16, "silu"
+    ours, theirs = fp8.gated_linear_fp8(*args), fp8.quantise(fp8.fp8_linear(*args), False)
+    assert ours[0].float().equal(theirs[0].float()) and ours[1].equal(theirs[1]) and ours[1].shape == (2, 3, 1)
 
 
 def mxfp4(E, N, K):
@@ -214,7 +233,8 @@ def test_kernels_that_start_early_read_nothing_before_its_time(monkeypatch):
             y = packed.packed_linear(y, [words], [scales], [])
             values, row_scales, total = norms.add_rms_norm_fp8(y, x, scale, *settings, False)
             y = fp8.fp8_linear(values, row_scales, [wide], [wide_scale], [], x.dtype)
-            x = fp8.fp8_linear(*fp8.quantise(y, False), [wide], [wide_scale], [], x.dtype) + total
+            gated = fp8.gated_linear_fp8(*fp8.quantise(y, False), [wide] * 2, [wide_scale] * 2, [], x.dtype, "silu")
+            x = fp8.fp8_linear(*gated, [wide], [wide_scale], [], x.dtype) + total
         return x
 
     for rows in (1, 20):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import specdec
+from specdec.backends.linear.fp8 import fp8_linear, in_blocks, quantise
 from specdec.core.config import EngineConfig
 from specdec.graphs.compile import pieces
 from specdec.graphs.compile.trace import trace
@@ -221,6 +222,32 @@ def test_tables_of_three_positions_are_those_of_one_where_these_are_equal(are_eq
     graphs[0].recompile()
     assert ops_of(graphs[0])["rope_tables"] == are_equal
     torch.testing.assert_close(graphs[0](x)[0], expected)
+
+
+@pytest.mark.parametrize(("by_row", "is_used"), [(False, False), (False, True), (True, False)])
+def test_gated_products_in_fp8_quantise_their_result(by_row, is_used):
+    """Not where something else uses it, or rows are to have one scale: that takes a launch more."""
+    gate, up, (down, of_down) = (in_blocks(torch.randn(256, 256)) for _ in range(3))
+    of_down = torch.rand(256) if by_row else of_down
+
+    def run(x):
+        halves = (fp8_linear(*quantise(x, False), [w], [s], [], x.dtype) for w, s in (gate, up))
+        gated = F.silu(next(halves)) * next(halves)
+        y = fp8_linear(*quantise(gated.view(-1, 256), by_row), [down], [of_down], [], x.dtype)
+        return (y, gated) if is_used else (y,)
+
+    def rewritten(graph):
+        rewrite(graph, is_ours=True)
+        found.append(ops_of(graph))
+
+    found, x = [], torch.randn(5, 256, dtype=torch.bfloat16)
+    attention, num_outputs = torch.ops.specdec.attn.default, 1 + is_used
+    traced = trace(run, (x,), (attention,), "eager", num_outputs=num_outputs, rewrite=rewritten)
+    one, two = {"quantise": 1, "gated_linear_fp8": 1, "fp8_linear": 1}, {"quantise": 2, "fp8_linear": 2}
+    assert found == [two if by_row or is_used else one]
+    with torch.inference_mode():
+        for inputs in (x, x[:1]):
+            assert all(map(torch.equal, traced(inputs), run(inputs)))
 
 
 @pytest.mark.filterwarnings("error")

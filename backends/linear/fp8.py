@@ -1,4 +1,4 @@
-"""`specdec::quantise` and `specdec::fp8_linear`: products of FP8 with FP8 (W8A8), with scales by block or by channel.
+"""`specdec::quantise`, `fp8_linear`, ...: products of FP8 with FP8 (W8A8), with scales by block or by channel.
 
 By block, as fine-grained FP8 has it: rows are quantised 128 features at a time, weights have a scale per block of 128 x
 128. By channel, as compressed-tensors has it: a row has one scale, and so has each of its products. Weights and their
@@ -99,6 +99,31 @@ def fp8_linear(
     rows, of_rows = x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
     product = by_kernel(rows, of_rows, weights, scales, bias, dtype, activation)
     return product.view(*x.shape[:-1], product.shape[1])
+
+
+@op(
+    "gated_linear_fp8(Tensor x, Tensor row_scales, Tensor[] weights, Tensor[] scales, Tensor[] bias, ScalarType dtype, "
+    "str activation) -> (Tensor, Tensor)",
+    lambda x, _, weights, *rest: _like_quantised(x.new_empty(*x.shape[:-1], weights[0].shape[0]), False),
+)
+def gated_linear_fp8(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `quantise` by blocks of what `fp8_linear` gives with an activation, N a multiple of 128; of few rows and
+    weights by blocks in one launch."""
+    if not has_kernels(x, dtype):
+        return quantise_twin(fp8_linear_twin(x, row_scales, weights, scales, bias, dtype, activation), False)
+    from specdec.backends.triton.linear.fp8 import gated_linear_fp8 as by_kernel
+
+    rows, of_rows = x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
+    quantised, of_product = by_kernel(rows, of_rows, weights, scales, bias, dtype, activation)
+    return quantised.view(*x.shape[:-1], quantised.shape[1]), of_product.view(*x.shape[:-1], of_product.shape[1])
 
 
 def takes(N: int, K: int) -> bool:

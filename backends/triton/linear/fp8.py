@@ -72,6 +72,21 @@ def fp8_linear(
 ) -> torch.Tensor:
     """See `specdec.backends.linear.fp8.fp8_linear`; rows x [M, K]."""
     if takes(len(x), scales, activation):
-        return gated_fp8(x, row_scales, weights, scales, bias, dtype, activation)
+        return gated_fp8(x, row_scales, weights, scales, bias, dtype, activation, False)[0]
     sizes, group = [len(w) for w in weights], -1 if scales[0].dim() == 1 else 0
     return launch(x, row_scales, weights, scales, sizes, bias, dtype, activation, group, TILES)
+
+
+def gated_linear_fp8(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec.backends.linear.fp8.gated_linear_fp8`; rows x [M, K]. Two launches where rows are many."""
+    if takes(len(x), scales, activation):
+        return gated_fp8(x, row_scales, weights, scales, bias, dtype, activation, True)
+    return quantise(fp8_linear(x, row_scales, weights, scales, bias, dtype, activation), False)

@@ -1,9 +1,9 @@
-"""Gated products of few rows and weights in FP8 by blocks, on Hopper, 128 columns a program.
+"""Gated products of few rows and weights in FP8 by blocks, on Hopper. A program has 128 columns, and may quantise them.
 
 Sums are those of `parts`, in one loop over all quarters of K, so that blocks of the next quarter are on their way while
-one ends. wgmma has a first operand of 64 rows or more: that are the columns.
+one ends. The first operand of wgmma has 64 rows or more: here these are the columns.
 
-Twin: `specdec.backends.linear.fp8.fp8_linear_twin`.
+Twins: `specdec.backends.linear.fp8`.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,11 @@ from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, 
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import finished
 from specdec.backends.triton.linear.products import dot
+from specdec.backends.triton.linear.rounding import quantised
 
 MOST_ROWS = 16
 BLOCKS, NUM_STAGES = 2, 3  # blocks of features in a step, and steps that are loaded ahead; measured on an H200
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -43,12 +45,15 @@ def _gated_kernel(
     b0,
     b1,
     out,
+    scales_of_out,
     num_rows,
     num_blocks,
     N,
     stride,
+    DTYPE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    QUANTISES: tl.constexpr,
     UPCAST: tl.constexpr,
     IS_UNEVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -56,11 +61,10 @@ def _gated_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """128 columns of out [num_rows, N]. N and stride in units of 16.
+    """128 columns of out [num_rows, N], of DTYPE, or FP8 if QUANTISES. N and stride in units of 16.
 
     IS_UNEVEN: quarters of K are no whole steps of BLOCKS blocks, or the last ones are shorter.
     """
-    DTYPE: tl.constexpr = out.dtype.element_ty
     N, stride, number = N * 16, stride * 16, tl.program_id(0)
     n, m = number * 128 + tl.arange(0, 128), tl.arange(0, BLOCK_M)
     rows, row_scales, of_columns = x + m.to(tl.int64) * stride, scales_of_rows + m * num_blocks, number * num_blocks
@@ -90,8 +94,11 @@ def _gated_kernel(
         total, up = tl.where(ends, total + sums, total), tl.where(ends, up + up_sums, up)
         sums, up_sums = tl.where(ends, 0.0, sums), tl.where(ends, 0.0, up_sums)
     gate, up = finished(total, b0, n, N, HAS_BIAS, DTYPE), finished(up, b1, n, N, HAS_BIAS, DTYPE)
-    at = out + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(at, gated(gate, up, ACTIVATION), mask=has_m[None, :] & has_n[:, None])
+    product = gated(gate, up, ACTIVATION)
+    if QUANTISES:
+        product, scale = quantised(product.to(tl.float32), 0)
+        tl.store(scales_of_out + m * (N // 128) + number, scale, mask=has_m)
+    tl.store(out + m.to(tl.int64)[None, :] * N + n[:, None], product, mask=has_m[None, :] & has_n[:, None])
 
 
 def takes(num_rows: int, scales: Sequence[torch.Tensor], activation: str) -> bool:
@@ -107,17 +114,20 @@ def gated_fp8(
     bias: Sequence[torch.Tensor],
     dtype: torch.dtype,
     activation: str,
-) -> torch.Tensor:
-    """See `specdec.backends.linear.fp8.fp8_linear`; rows x [M, K]."""
+    quantises: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec.backends.linear.fp8.gated_linear_fp8`; rows x [M, K]. quantises: else the product is of `dtype`, and
+    has no scales."""
     num_rows, num_blocks, N = x.shape[0], x.shape[1] // 128, weights[0].shape[0]
-    out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
+    out = torch.empty(num_rows, N, dtype=torch.float8_e4m3fn if quantises else dtype, device=x.device)
+    out_scales = torch.empty(num_rows, N // 128 if quantises else 0, dtype=torch.float32, device=x.device)
     if num_rows == 0:
-        return out
-    args = x, row_scales, *weights, *scales, *(bias or [out, out]), out
+        return out, out_scales
+    args = x, row_scales, *weights, *scales, *(bias or [out, out]), out, out_scales
     is_early = follows_early(num_rows)
-    constants = {"ACTIVATION": activation, "HAS_BIAS": bool(bias)}
+    constants = {"DTYPE": DTYPES[dtype], "ACTIVATION": activation, "HAS_BIAS": bool(bias), "QUANTISES": quantises}
     constants |= {"UPCAST": INTERPRETED, "IS_UNEVEN": num_blocks % (4 * BLOCKS) > 0, "BLOCK_M": MOST_ROWS}
     constants |= {"BLOCKS": BLOCKS, "NUM_STAGES": NUM_STAGES, "PDL": is_early}
     run = cached_launch(_gated_kernel, 4, NUM_STAGES, is_early)
     run((triton.cdiv(N, 128),), *args, num_rows, num_blocks, N // 16, x.stride(0) // 16, **constants)
-    return out
+    return out, out_scales

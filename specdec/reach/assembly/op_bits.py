@@ -26,6 +26,7 @@ PRODUCTS = (
     "packed_linear",
     "quantise",
     "fp8_linear",
+    "gated_linear_fp8",
     "latent_queries",
     "latent_values",
 )

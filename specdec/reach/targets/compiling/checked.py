@@ -24,7 +24,7 @@ from specdec.reach.targets.compiling.inputs import take_over_inputs
 from specdec.reach.targets.compiling.matching import drop_casts
 from specdec.reach.targets.compiling.norms import take_over_norms
 from specdec.reach.targets.compiling.products import take_over_gates, take_over_products
-from specdec.reach.targets.compiling.quantised import join_quantised, quantise_norms
+from specdec.reach.targets.compiling.quantised import join_quantised, quantise_results
 from specdec.reach.targets.compiling.recurrent import share_keys, take_over_delta_gates
 from specdec.reach.targets.compiling.rotation import hand_over_norms, hand_over_rotations
 from specdec.reach.targets.compiling.routers import hand_over_sums, take_over_choices
@@ -197,7 +197,7 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
         take_over_norms(graph)
         take_over_inputs(graph)
         hand_over_norms(graph, ATTENTION)
-        quantise_norms(graph)
+        quantise_results(graph)
         hand_over_sums(graph)
         take_over_tables(graph)
     graph.recompile()

@@ -1,7 +1,7 @@
 """Joins products of one input with quantised weights in a traced graph: Q, K and V, or gate and up, are one launch.
 
 Ops take several weights, which stay where they are. Rows in FP8 are quantised once for all products of them, by the
-norm that they come from, if they do.
+norm or the gated product that they come from, if they do.
 """
 
 import operator
@@ -23,7 +23,7 @@ from specdec.reach.targets.compiling.matching import (
 )
 
 QUANTISE, FP8 = torch.ops.specdec.quantise.default, torch.ops.specdec.fp8_linear.default
-PACKED = torch.ops.specdec.packed_linear.default
+PACKED, GATED_FP8 = torch.ops.specdec.packed_linear.default, torch.ops.specdec.gated_linear_fp8.default
 RMS_NORM, ADD_RMS_NORM = torch.ops.specdec.rms_norm.default, torch.ops.specdec.add_rms_norm.default
 FIRST: dict[Any, int] = {FP8: 2, PACKED: 1}  # the place of the weights of an op, which scales and biases follow
 NUM_BEFORE = {FP8: 6, PACKED: 4}  # arguments before the activation
@@ -47,27 +47,31 @@ def join_quantised(graph: fx.GraphModule) -> None:
             _join(graph.graph, nodes)
 
 
-def quantise_norms(graph: fx.GraphModule) -> None:
-    """Let norms whose results only get quantised do that, in place."""
+def quantise_results(graph: fx.GraphModule) -> None:
+    """Let norms, and gated products by blocks, whose results only get quantised do that, in place."""
     for node in [n for n in graph.graph.nodes if is_function(n, QUANTISE)]:
-        normed: Any = node.args[0]
-        while is_method(normed, "view", "reshape") and viewed(normed) is not normed and only_user(normed) is not None:
-            normed = normed.args[0]
-        if only_user(normed) is None:
+        given: Any = node.args[0]
+        while is_method(given, "view", "reshape") and viewed(given) is not given and only_user(given) is not None:
+            given = given.args[0]
+        if only_user(given) is None:
             continue
-        if is_function(normed, RMS_NORM):
-            _quantise_norm(graph.graph, node, normed, torch.ops.specdec.rms_norm_fp8.default)
-        elif is_function(normed, operator.getitem) and is_function(normed.args[0], ADD_RMS_NORM) and not normed.args[1]:
-            _quantise_norm(graph.graph, node, normed.args[0], torch.ops.specdec.add_rms_norm_fp8.default)
+        if is_function(given, RMS_NORM):
+            _quantise_result(graph.graph, node, given, torch.ops.specdec.rms_norm_fp8.default)
+        elif is_function(given, operator.getitem) and is_function(given.args[0], ADD_RMS_NORM) and not given.args[1]:
+            _quantise_result(graph.graph, node, given.args[0], torch.ops.specdec.add_rms_norm_fp8.default)
+        elif is_function(given, FP8) and any(given.args[NUM_BEFORE[FP8] :]) and not node.args[1]:
+            _quantise_result(graph.graph, node, given, GATED_FP8)
 
 
-def _quantise_norm(graph: fx.Graph, node: fx.Node, norm: fx.Node, op: Any) -> None:
-    """Put `op` where `norm` is, which `node` quantises."""
-    with graph.inserting_before(norm):
-        both = graph.call_function(op, (*norm.args, node.args[1]))
-        results = [graph.call_function(operator.getitem, (both, i)) for i in range(2 if norm.target is RMS_NORM else 3)]
+def _quantise_result(graph: fx.Graph, node: fx.Node, source: fx.Node, op: Any) -> None:
+    """Put `op` where `source` is, which `node` quantises."""
+    by_row = () if op is GATED_FP8 else (node.args[1],)
+    with graph.inserting_before(source):
+        both = graph.call_function(op, (*source.args, *by_row))
+        num = 3 if source.target is ADD_RMS_NORM else 2
+        results = [graph.call_function(operator.getitem, (both, i)) for i in range(num)]
     places = {user: results[int(user.args[1])] for user in node.users}  # type: ignore[arg-type]
-    places |= {user: results[2] for user in norm.users if is_function(user, operator.getitem) and user.args[1] == 1}
+    places |= {user: results[2] for user in source.users if is_function(user, operator.getitem) and user.args[1] == 1}
     for user, result in places.items():
         result.meta = dict(user.meta)
         user.replace_all_uses_with(result)
