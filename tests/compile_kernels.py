@@ -178,8 +178,9 @@ def quantised() -> None:
         compile_quantised(num_rows, K, dtype)
     compile_quantised(500, 384, torch.bfloat16)
     if driver.active.get_current_target().arch >= 89:
-        for K, dtype, bias in ((4096, torch.bfloat16, []), (384, torch.float16, [torch.zeros(256).half()] * 2)):
-            weights = [torch.zeros(256, K, dtype=torch.float8_e4m3fn)] * 2, [torch.zeros(2, K // 128)] * 2
+        for K, dtype, bias in ((4096, torch.bfloat16, []), (384, torch.float16, [torch.zeros(14336).half()] * 2)):
+            N = 14336
+            weights = [torch.zeros(N, K, dtype=torch.float8_e4m3fn)] * 2, [torch.zeros(N // 128, K // 128)] * 2
             fp8.gated_linear_fp8(*fp8.quantise(torch.zeros(4, K, dtype=dtype), False), *weights, bias, dtype, "silu")
 
 

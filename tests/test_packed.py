@@ -109,6 +109,7 @@ def test_gated_fp8_products_of_few_rows_have_the_bits_of_others(K, monkeypatch):
     """Quarters of K that are short, of whole steps and of an odd number of blocks; a program and a half of columns."""
     calls = Mock(side_effect=gated_fp8.gated_fp8)
     monkeypatch.setattr(fp8_kernels, "gated_fp8", calls)
+    monkeypatch.setattr(gated_fp8, "LEAST_BUSY", 0)
     weights, scales = zip(*(blocks(192, K, i) for i in range(2)), strict=True)
     x, row_scales = fp8.quantise_twin(random(17, K), False)
     args = weights, scales, [random(192, seed=i) for i in range(2)], torch.bfloat16, "silu"
@@ -117,7 +118,7 @@ def test_gated_fp8_products_of_few_rows_have_the_bits_of_others(K, monkeypatch):
     assert not calls.called
     for rows in (1, 4, 16):
         assert fp8_kernels.fp8_linear(x[:rows], row_scales[:rows], *args).equal(many[:rows])
-    assert calls.called == gated_fp8.takes(1, scales, "silu")
+    assert calls.called == gated_fp8.takes(1, 192, scales, "silu")
 
 
 def test_gated_fp8_products_quantise_what_they_give(monkeypatch):
@@ -129,10 +130,20 @@ def test_gated_fp8_products_quantise_what_they_give(monkeypatch):
     close(of_values, fp8.quantise_twin(fp8.fp8_linear_twin(x, row_scales, *args), False)[1], BITS)
     calls = Mock(side_effect=fp8_kernels.quantise)
     monkeypatch.setattr(fp8_kernels, "quantise", calls)
+    monkeypatch.setattr(gated_fp8, "LEAST_BUSY", 0)
     for rows in (1, 4, 16, 17):
         ours = fp8_kernels.gated_linear_fp8(x[:rows], row_scales[:rows], *args)
         assert ours[0].float().equal(values[:rows].float()) and ours[1].equal(of_values[:rows])
-        assert calls.called != gated_fp8.takes(rows, scales, "silu")
+        assert calls.called != gated_fp8.takes(rows, 256, scales, "silu")
+
+
+@pytest.mark.parametrize(("N", "is_taken"), [(14336, True), (16896, True), (8192, False), (17408, False)])
+def test_gated_fp8_products_keep_most_multiprocessors_busy(N, is_taken, monkeypatch):
+    monkeypatch.setattr(gated_fp8, "INTERPRETED", False)
+    monkeypatch.setattr(gated_fp8, "capability", lambda: 90)
+    scales = [torch.ones(1, 1)]
+    assert gated_fp8.takes(16, N, scales, "silu") == is_taken
+    assert not gated_fp8.takes(17, N, scales, "silu") and not gated_fp8.takes(16, N, scales, "")
 
 
 @pytest.mark.parametrize("by_row", [False, True])

@@ -71,7 +71,7 @@ def fp8_linear(
     activation: str,
 ) -> torch.Tensor:
     """See `specdec.backends.linear.fp8.fp8_linear`; rows x [M, K]."""
-    if takes(len(x), scales, activation):
+    if takes(len(x), len(weights[0]), scales, activation):
         return gated_fp8(x, row_scales, weights, scales, bias, dtype, activation, False)[0]
     sizes, group = [len(w) for w in weights], -1 if scales[0].dim() == 1 else 0
     return launch(x, row_scales, weights, scales, sizes, bias, dtype, activation, group, TILES)
@@ -87,6 +87,6 @@ def gated_linear_fp8(
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.backends.linear.fp8.gated_linear_fp8`; rows x [M, K]. Two launches where rows are many."""
-    if takes(len(x), scales, activation):
+    if takes(len(x), len(weights[0]), scales, activation):
         return gated_fp8(x, row_scales, weights, scales, bias, dtype, activation, True)
     return quantise(fp8_linear(x, row_scales, weights, scales, bias, dtype, activation), False)

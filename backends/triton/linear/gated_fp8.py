@@ -19,8 +19,9 @@ from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import finished
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.rounding import quantised
+from specdec.backends.triton.linear.tiles import NUM_MULTIPROCESSORS
 
-MOST_ROWS = 16
+MOST_ROWS, LEAST_BUSY = 16, 0.75  # rows, and share of multiprocessors
 BLOCKS, NUM_STAGES = 2, 3  # blocks of features in a step, and steps that are loaded ahead; measured on an H200
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -101,9 +102,16 @@ def _gated_kernel(
     tl.store(out + m.to(tl.int64)[None, :] * N + n[:, None], product, mask=has_m[None, :] & has_n[:, None])
 
 
-def takes(num_rows: int, scales: Sequence[torch.Tensor], activation: str) -> bool:
-    """Return whether the product of `num_rows` rows is one of these; scales: of the weights."""
-    return bool(activation) and num_rows <= MOST_ROWS and scales[0].dim() == 2 and (INTERPRETED or capability() == 90)
+def takes(num_rows: int, N: int, scales: Sequence[torch.Tensor], activation: str) -> bool:
+    """Return whether the product of `num_rows` rows and N columns is one of these; scales: of the weights.
+
+    Programs, one a multiprocessor, have to keep most of those busy: with fewer, narrower tiles are faster.
+    """
+    if not activation or num_rows > MOST_ROWS or scales[0].dim() == 1:
+        return False
+    num_programs = triton.cdiv(N, 128)
+    places = NUM_MULTIPROCESSORS * triton.cdiv(num_programs, NUM_MULTIPROCESSORS)
+    return INTERPRETED or (capability() == 90 and num_programs >= LEAST_BUSY * places)
 
 
 def gated_fp8(
