@@ -185,9 +185,9 @@ def quantised() -> None:
 
 
 def quantised_experts() -> None:
-    """Few rows of experts in MXFP4 and in FP8, more, and many."""
-    for num_tokens, activation in ((1, "swigluoai"), (50, ""), (300, "swigluoai")):
-        x, ids = torch.zeros(num_tokens, 160, dtype=torch.bfloat16), torch.zeros(num_tokens, 4, dtype=torch.int64)
+    """Few rows of experts in MXFP4 and in FP8, more, and many; parts of blocks, and whole pairs of them."""
+    for num_tokens, K, activation in ((1, 160, "swigluoai"), (20, 256, ""), (50, 160, ""), (300, 160, "swigluoai")):
+        x, ids = torch.zeros(num_tokens, K, dtype=torch.bfloat16), torch.zeros(num_tokens, 4, dtype=torch.int64)
         words, exponents = (torch.zeros(16, 2, 96, *rest, dtype=torch.int32) for rest in ((16,), ()))
         of_experts.grouped(x, None, ids, words, exponents, torch.zeros(16, 96), x.dtype, activation)
         if driver.active.get_current_target().arch >= 89:

@@ -208,6 +208,41 @@ def test_products_with_experts_in_mxfp4_equal_their_twin(num_tokens, activation)
     assert ours[:2].equal(grouped(x[:1], None, ids[:1], words, exponents, bias, x.dtype, activation))
 
 
+def few_rows(K, activation, has_bias):
+    """Arguments of products with 17 rows of one expert, 9 of another, 2 of none, and experts that nobody chose."""
+    packs = [experts.pack_mxfp4(*of_one) for of_one in zip(*mxfp4(4, 80, K), strict=True)]
+    words, exponents = map(torch.stack, zip(*packs, strict=True))
+    ids = torch.tensor([1] * 17 + [3] * 9 + [4, 9], device=DEVICE)[torch.arange(28, device=DEVICE) * 9 % 28].view(-1, 1)
+    bias = random(4, 80, dtype=torch.float32) if has_bias else None
+    return random(28, K), ids, words, exponents, bias, activation
+
+
+def by_kernel(x, ids, words, exponents, bias, activation):
+    return grouped(x, None, ids, words, exponents, bias, x.dtype, activation)
+
+
+@pytest.mark.parametrize(("activation", "has_bias"), [("", False), ("swigluoai", True)])
+@pytest.mark.parametrize("K", [96, 128, 160, 256, 352, 640])
+def test_few_rows_of_experts_in_mxfp4_equal_their_twin(K, activation, has_bias):
+    """Whole pairs of blocks, and parts of either of the last two."""
+    x, ids, *rest = few_rows(K, activation, has_bias)
+    ours = by_kernel(x, ids, *rest)
+    close(ours, experts.grouped_mxfp4_twin(x, ids, *rest), BITS)
+    for i in range(0, 28, 5):
+        assert ours[i : i + 1].equal(by_kernel(x[i : i + 1], ids[i : i + 1], *rest))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("activation", "has_bias"), [("", False), ("", True), ("swigluoai", True)])
+@pytest.mark.parametrize("K", [96, 256, 352, 2880])
+def test_bits_of_experts_in_mxfp4_depend_on_neither_rows_nor_tiles(K, activation, has_bias):
+    x, ids, *rest = few_rows(K, activation, has_bias)
+    full = by_kernel(x.repeat(10, 1), ids.repeat(10, 1), *rest)[:28]
+    assert full.isfinite().all() and by_kernel(x.repeat(2, 1), ids.repeat(2, 1), *rest)[:28].equal(full)
+    for rows in (1, 2, 5, 16, 17, 28):
+        assert by_kernel(x[:rows], ids[:rows], *rest).equal(full[:rows])
+
+
 @pytest.mark.parametrize(("num_tokens", "activation"), [(3, ""), (150, "silu")])
 def test_products_with_experts_in_fp8_equal_their_twin(num_tokens, activation):
     weight, scales = map(torch.stack, zip(*(blocks(160, 384, seed) for seed in range(4)), strict=True))

@@ -73,6 +73,30 @@ def scanned(ids, program, num_rows, by_row, E: tl.constexpr, BLOCK_IDS: tl.const
     return expert, is_own, rank, tl.where(num_before == 0, tl.sum(is_own.to(tl.int32)), 0)
 
 
+@triton.jit
+def line_of(order, is_own, rank, m, end, ROUTED: tl.constexpr, BLOCK_IDS: tl.constexpr):
+    """Return the ids' places of rows m of an expert."""
+    if ROUTED:
+        line = tl.load(order + m, mask=m < end, other=0)
+    else:
+        is_it = is_own[None, :] & (rank[None, :] == m[:, None])
+        line = tl.sum(tl.where(is_it, tl.arange(0, BLOCK_IDS)[None, :], 0), 1)
+    return line
+
+
+@triton.jit
+def gated_columns(product, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return activation(gate) * up of columns that take turns; "swigluoai" in fp32, and rounded once."""
+    gate, up = tl.split(product.reshape([BLOCK_N // 2, 2, BLOCK_M]).permute(0, 2, 1))
+    if ACTIVATION == "swigluoai":
+        gate = tl.where(gate > 7, 7.0, gate)
+        up = tl.where(up > 7, 7.0, tl.where(up < -7, -7.0, up))
+        result = (gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)).to(DTYPE)
+    else:
+        result = gated(gate.to(DTYPE), up.to(DTYPE), ACTIVATION)
+    return result
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "copies", "by_row"],
     do_not_specialize_on_alignment=["ids", "order", "starts"],

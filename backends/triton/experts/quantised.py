@@ -11,13 +11,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from specdec.backends.triton.experts.products import grouping, is_scanned, routed_block, scanned
+from specdec.backends.triton.experts import few
+from specdec.backends.triton.experts.products import (
+    gated_columns,
+    grouping,
+    is_scanned,
+    line_of,
+    routed_block,
+    scanned,
+)
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED
-from specdec.backends.triton.linear.gates import gated
+from specdec.backends.triton.launch.relaunch import INTERPRETED, capability
 from specdec.backends.triton.linear.parts import with_diagonal
 from specdec.backends.triton.linear.products import dot
-from specdec.backends.triton.linear.unpack import unpacked_mxfp4
+from specdec.backends.triton.linear.unpack import eighths_of_mxfp4, in_order
 
 
 @triton.jit
@@ -53,32 +60,8 @@ def _added(
         packed = tl.load(words[:, None] + tl.arange(0, 16)[None, :], mask=has_n[:, None], other=0)
         exponents = tl.load((scales + of_n * stride)[:, None], mask=has_n[:, None], other=0)
         fence_copies(packed.shape[0])
-        total = dot(unpacked_mxfp4(packed, exponents, UPCAST), x.T, total, UPCAST)
+        total = dot(in_order(eighths_of_mxfp4(packed, exponents, UPCAST)), x.T, total, UPCAST)
     return total
-
-
-@triton.jit
-def _line(order, is_own, rank, m, end, ROUTED: tl.constexpr, BLOCK_IDS: tl.constexpr):
-    """Return the ids' places of rows m of an expert."""
-    if ROUTED:
-        line = tl.load(order + m, mask=m < end, other=0)
-    else:
-        is_it = is_own[None, :] & (rank[None, :] == m[:, None])
-        line = tl.sum(tl.where(is_it, tl.arange(0, BLOCK_IDS)[None, :], 0), 1)
-    return line
-
-
-@triton.jit
-def _gated(product, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return activation(gate) * up of columns that take turns; "swigluoai" in fp32, and rounded once."""
-    gate, up = tl.split(product.reshape([BLOCK_N // 2, 2, BLOCK_M]).permute(0, 2, 1))
-    if ACTIVATION == "swigluoai":
-        gate = tl.where(gate > 7, 7.0, gate)
-        up = tl.where(up > 7, 7.0, tl.where(up < -7, -7.0, up))
-        result = (gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)).to(DTYPE)
-    else:
-        result = gated(gate.to(DTYPE), up.to(DTYPE), ACTIVATION)
-    return result
 
 
 @triton.jit(
@@ -143,7 +126,7 @@ def _quantised_experts_kernel(
     for first in range(begin, end, BLOCK_M):
         m = first + j % BLOCK_M
         is_row = m < end
-        row = (_line(order, is_own, rank, m, end, ROUTED, BLOCK_IDS) // copies).to(tl.int64)
+        row = (line_of(order, is_own, rank, m, end, ROUTED, BLOCK_IDS) // copies).to(tl.int64)
         rows, of_rows = x + row * K, row_scales + row * num_blocks
         total = tl.zeros([HALVES * BLOCK_N, HALVES * BLOCK_M], tl.float32)
         other = total
@@ -166,14 +149,14 @@ def _quantised_experts_kernel(
         if HAS_BIAS:
             inside = (column < N) & (expert < E)
             product += tl.load(bias + own * N + column, mask=inside, other=0.0).to(tl.float32)[:, None]
-        line = _line(order, is_own, rank, place, end, ROUTED, BLOCK_IDS).to(tl.int64)
+        line = line_of(order, is_own, rank, place, end, ROUTED, BLOCK_IDS).to(tl.int64)
         if ACTIVATION == "":
             at = out + line[None, :] * N + column[:, None]
             tl.store(at, product.to(DTYPE), mask=(place < end)[None, :] & (column < N)[:, None])
         else:
             half = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             at = out + line[None, :] * (N // 2) + half[:, None]
-            result = _gated(product, ACTIVATION, DTYPE, BLOCK_M, BLOCK_N)
+            result = gated_columns(product, ACTIVATION, DTYPE, BLOCK_M, BLOCK_N)
             tl.store(at, result, mask=(place < end)[None, :] & (half < N // 2)[:, None])
 
 
@@ -216,6 +199,9 @@ def grouped(
         return out
     tile = choose_tile(num_rows, num_experts)
     order, starts, num_groups, constants = grouping(ids, num_experts, tile.m)
+    if not is_fp8 and not constants["ROUTED"] and (INTERPRETED or capability() == 90):
+        few.launch(x, ids, weight, scales, bias, out, activation, num_groups, constants)
+        return out
     _quantised_experts_kernel[(triton.cdiv(N, tile.n), num_groups)](
         x,
         out if row_scales is None else row_scales,

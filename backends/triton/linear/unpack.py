@@ -140,8 +140,8 @@ def _e2m1(words, exponents, J: tl.constexpr):
 
 
 @triton.jit
-def unpacked_mxfp4(words, exponents, UPCAST: tl.constexpr):
-    """Return bf16 weights [N, 128] of words [N, 16] of e2m1, and four exponents [N, 1] in a word, all int32."""
+def eighths_of_mxfp4(words, exponents, UPCAST: tl.constexpr):
+    """Return the eighths of bf16 weights of words [..., N, 16] of e2m1 and exponents [..., N, 1], four in a word."""
     if UPCAST:
         a, b = _e2m1(words, exponents, 0), _e2m1(words, exponents, 1)
         c, d = _e2m1(words, exponents, 2), _e2m1(words, exponents, 3)
@@ -150,7 +150,7 @@ def unpacked_mxfp4(words, exponents, UPCAST: tl.constexpr):
     else:
         args = [words, exponents]
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(MXFP4, OPERANDS_OF_MXFP4, args, BF16, True, 2)
-    return in_order((a, b, c, d, e, f, g, h))
+    return a, b, c, d, e, f, g, h
 
 
 @triton.jit

@@ -1,0 +1,186 @@
+"""Products of few rows with experts in MXFP4 on Hopper: a thread multiplies the weights that it loads.
+
+Nothing goes through shared memory, and no warp waits for another. Of four warps two have even and two have odd blocks
+of 128 features, so sums are those of `quantised`, in the same order: mma.sync and wgmma both add 16 features at a time.
+Which thread has which of these does not matter; here it has four neighbours. Loads of two dims have their lanes in
+the order of the first one in every Triton, which is what makes them operands of mma.sync without a shuffle.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from specdec.backends.triton.experts.products import gated_columns, line_of, scanned
+from specdec.backends.triton.launch.relaunch import INTERPRETED
+from specdec.backends.triton.linear.products import dot
+from specdec.backends.triton.linear.unpack import eighths_of_mxfp4
+
+
+@triton.jit
+def _with(items, item):
+    """Return a tuple with one more item."""
+    items += (item,)
+    return items
+
+
+@triton.jit
+def _features(rows, left, UNEVEN: tl.constexpr):
+    """Load 16 after 16 of the 128 features from pointers [lanes, 4] on, of which row's `left` [lanes, 1] exist."""
+    features = ()
+    for j in tl.static_range(8):
+        if UNEVEN:
+            features = _with(features, tl.load(rows + 16 * j, mask=left > 16 * j, other=0.0))
+        else:
+            features = _with(features, tl.load(rows + 16 * j))
+    return features
+
+
+@triton.jit
+def _weights(words, exponents, t, last, N):
+    """Load what two blocks have at pointers [lanes, 4] and [lanes], t pairs on; the `last` ones [lanes] past those."""
+    at = tl.minimum(t, last) * (2 * N)
+    return tl.load(words + (at * 16)[:, None]), tl.load(exponents + at)
+
+
+@triton.jit
+def _added(sums, features, packed, UPCAST: tl.constexpr):
+    """Return sums [4, columns, rows] and the products of a block of each warp; features: of `_features`."""
+    words, exponents = packed
+    N: tl.constexpr = sums.shape[1]
+    M: tl.constexpr = sums.shape[2]
+    weights = eighths_of_mxfp4(words, exponents[:, None], UPCAST)
+    for j in tl.static_range(8):
+        w = weights[j].reshape([N // 8, 4, 8, 4, 2, 2]).permute(1, 0, 2, 4, 3, 5).reshape([4, N, 16])
+        x = features[j].reshape([M // 8, 4, 8, 4, 2, 2]).permute(1, 4, 3, 5, 0, 2).reshape([4, 16, M])
+        sums = dot(w, x, sums, UPCAST)
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows", "copies", "by_row"], do_not_specialize_on_alignment=["ids"])
+def few_rows_kernel(
+    x,
+    ids,
+    words,
+    exponents,
+    bias,
+    out,
+    num_rows,
+    copies,
+    by_row,
+    N,
+    K,
+    num_blocks,
+    E: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    UNEVEN: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N columns of the products with one expert; see `quantised._quantised_experts_kernel`.
+
+    A warp has half of the columns and of the blocks, and loads its words DEPTH blocks ahead. UNEVEN: the last two
+    blocks have less than 256 features together. Columns past the last one repeat it, as rows do the first one.
+    """
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    COLUMNS: tl.constexpr = BLOCK_N // 2  # of a warp
+    if PDL:
+        gdc_wait()
+    expert, is_own, rank, end = scanned(ids, tl.program_id(1), num_rows, by_row, E, BLOCK_IDS)
+    own = tl.minimum(expert, E - 1).to(tl.int64)
+    four, i, j = tl.arange(0, 4)[None, :], tl.arange(0, COLUMNS * 16), tl.arange(0, BLOCK_M * 16)
+    n, parity = i // 64 % 2 * COLUMNS + i // 128 * 8 + i // 4 % 8, tl.minimum(i // 32 % 2, num_blocks - 1)
+    n = parity * N + tl.minimum(tl.program_id(0) * BLOCK_N + n, N - 1)
+    words += own * num_blocks * N * 16 + (n * 16 + i % 4 * 4)[:, None] + four
+    exponents += own * num_blocks * N + n
+    last, pairs = (num_blocks - 1 - parity) // 2, tl.where(expert < E, (num_blocks + 1) // 2, 0)
+    feature = (j // 32 % 2 * 128)[:, None]
+    for first in range(0, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        line = line_of(ids, is_own, rank, m, end, False, BLOCK_IDS)
+        row = line.reshape([BLOCK_M // 8, 1, 8, 1]).broadcast_to([BLOCK_M // 8, 4, 8, 4]).reshape([BLOCK_M * 16])
+        rows = x + ((row // copies).to(tl.int64) * K + j % 4 * 4)[:, None] + feature + four
+        ahead = _with((), _weights(words, exponents, 0, last, N))
+        for d in tl.static_range(1, DEPTH):
+            ahead = _with(ahead, _weights(words, exponents, d, last, N))
+        features = _features(rows, K - feature, UNEVEN)
+        sums = tl.zeros([4, COLUMNS, BLOCK_M], tl.float32)
+        for t in tl.range(0, pairs, num_stages=1, loop_unroll_factor=DEPTH):
+            g = tl.minimum(t + 1, pairs - 1)
+            new = _weights(words, exponents, t + DEPTH, last, N)
+            new_features = _features(rows + g * 256, K - feature - g * 256, UNEVEN)
+            sums = _added(sums, features, ahead[0], UPCAST)
+            features, ahead = new_features, _with(ahead[1:], new)
+        even, odd = tl.split(sums.reshape([2, 2, COLUMNS, BLOCK_M]).permute(0, 2, 3, 1))
+        product = (even + odd).reshape([BLOCK_N, BLOCK_M])
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            inside = (column < N) & (expert < E)
+            product += tl.load(bias + own * N + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+        at = out + line.to(tl.int64)[None, :] * (N if ACTIVATION == "" else N // 2)
+        if ACTIVATION == "":
+            tl.store(at + column[:, None], product.to(DTYPE), mask=(m < end)[None, :] & (column < N)[:, None])
+        else:
+            half = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            result = gated_columns(product, ACTIVATION, DTYPE, BLOCK_M, BLOCK_N)
+            tl.store(at + half[:, None], result, mask=(m < end)[None, :] & (half < N // 2)[:, None])
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile, and blocks of features that its words are loaded ahead."""
+
+    m: int
+    n: int
+    depth: int
+
+
+def choose_tile(num_rows: int, num_experts: int) -> Tile:
+    """Return the tile for `num_rows` rows of all experts together."""
+    return Tile(8 if num_rows <= 4 * num_experts else 16, 32, 1)
+
+
+def launch(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    words: torch.Tensor,
+    exponents: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
+    num_groups: int,
+    constants: dict[str, Any],
+) -> None:
+    """Fill `out`; num_groups, constants: of `products.grouping`; see `quantised.grouped`."""
+    E, num_blocks, N = exponents.shape
+    num_rows, K = ids.numel(), x.shape[1]
+    tile = choose_tile(num_rows, E)
+    few_rows_kernel[(triton.cdiv(N, tile.n), num_groups)](
+        x,
+        ids,
+        words,
+        exponents,
+        out if bias is None else bias,
+        out,
+        num_rows,
+        num_rows // x.shape[0],
+        int(num_rows <= E),
+        N,
+        K,
+        num_blocks,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        UPCAST=INTERPRETED,
+        UNEVEN=K % 256 > 0,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        DEPTH=tile.depth,
+        num_warps=4,
+        **{name: value for name, value in constants.items() if name != "ROUTED"},
+    )
