@@ -9,10 +9,13 @@ from specdec.backends.experts import grouped_linear_twin, has_triton
 from specdec.backends.gates import gate_twin
 from specdec.backends.library import op
 from specdec.backends.linear.fp8 import dequantised
-from specdec.backends.linear.packed import BLOCK, values_of, words_of
+from specdec.backends.linear.packed import BLOCK, NUM_WORDS
 
 GROUP = 32  # features of an exponent
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the fourth bit is the sign (OCP Microscaling, table 5)
+# Where half a word has four elements: the bits that each has in bf16, and by how much the word with both halves is then
+# rotated to the left, so that they fill it. Most come out by one rotation and one mask, the last in two parts.
+PLACES = ((0, 0x81C0, 0), (1, 0x81C0, 6), (2, 0x81C0, 28), (3, 0x80C0, 26), (3, 0x0100, 2))
 OFFSET, LARGEST = 126, 128  # what is added to exponents, and the largest that our kernel can have
 
 
@@ -72,11 +75,16 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     """Return the layout of one expert, words [B, N, 16] and exponents [B, N], both int32; B = K / 128, rounded up.
 
     blocks: [N, K / 2] uint8, the lower half of a byte first; scales: [N, K / 32] uint8, biased by 127, LARGEST at most.
-    Words are those of `linear.packed.pack`; an exponent of 32 features is a byte of a word.
+    Word 2 * i + q of a block has elements 64 * q + 16 * j + 2 * i in its lower half and the next ones in its upper
+    half, for j < 4: see PLACES; an exponent of 32 features is a byte of a word.
     """
     N, rest = blocks.shape[0], -blocks.shape[1] * 2 % BLOCK
-    nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
-    words = words_of(torch.nn.functional.pad(nibbles, (0, rest)))
+    codes = torch.nn.functional.pad(torch.stack([blocks & 15, blocks >> 4], -1).flatten(1), (0, rest)).to(torch.int32)
+    low, high = ((codes & 8) << 12 | (codes & 7) << 6).view(N, -1, 2, 4, NUM_WORDS // 2, 2).unbind(-1)
+    words = torch.zeros_like(low[:, :, :, 0])
+    for j, bits, by in PLACES:
+        words |= _rotated((low & bits | (high & bits) << 16)[:, :, :, j], by)
+    words = words.permute(1, 0, 3, 2).flatten(2).contiguous()
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=blocks.device)
     fields = torch.nn.functional.pad(scales.to(torch.int32) + OFFSET, (0, rest // GROUP)).view(N, -1, 4)
     return words, (fields << shifts).sum(2, dtype=torch.int32).T.contiguous()
@@ -84,10 +92,24 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
 
 def unpack_mxfp4(words: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Return the weights [N, 128 * B] fp32 of one expert of `pack_mxfp4`."""
-    nibbles, shifts = values_of(words), torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
+    codes, shifts = _codes(words), torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
     table = torch.tensor([*VALUES, *(-v for v in VALUES)], dtype=torch.float32, device=words.device)
-    fields = (exponents.T.unsqueeze(-1) >> shifts & 255).reshape(len(nibbles), -1)
-    return table[nibbles] * torch.exp2(fields - OFFSET - 127.0).repeat_interleave(GROUP, 1)
+    fields = (exponents.T.unsqueeze(-1) >> shifts & 255).reshape(len(codes), -1)
+    return table[codes] * torch.exp2(fields - OFFSET - 127.0).repeat_interleave(GROUP, 1)
+
+
+def _rotated(words: torch.Tensor, by: int) -> torch.Tensor:
+    """Return int32 words rotated to the left."""
+    return words << by | words >> (32 - by) & (1 << by) - 1
+
+
+def _codes(words: torch.Tensor) -> torch.Tensor:
+    """Return the codes [N, 128 * B] of e2m1 that words [B, N, 16] have."""
+    halves = words.new_zeros(*words.shape[:2], 4, NUM_WORDS // 2, 2, 2)  # of j, i, q, and the two of a word
+    for j, bits, by in PLACES:
+        pair = _rotated(words, -by % 32)
+        halves[:, :, j] |= torch.stack([pair & bits, pair >> 16 & bits], -1).view_as(halves[:, :, j])
+    return (halves >> 12 & 8 | halves >> 6 & 7).permute(1, 0, 4, 2, 3, 5).flatten(1)
 
 
 def grouped_mxfp4_twin(

@@ -34,21 +34,22 @@ def _assembly(kind: str, magic: int, one: int) -> str:
 
 
 def _assembly_of_mxfp4() -> str:
-    """Return what makes eight pairs of bf16 weights of two words of e2m1 and two words of exponents, of a quarter each.
+    """Return what makes eight pairs of bf16 weights of two words of e2m1 and a word of exponents, one for each quarter.
 
     Sign, exponent and mantissa go where bf16 has them, which is 2^-126 of the value, exactly, subnormal ones included.
     """
     steps = ["mov.b32 none, 0x80008000"]
     for i in range(4):
-        steps.append(f"prmt.b32 scale{i}, $10, $11, 0x{4 + i}{4 + i}{i}{i}")
-        steps += [f"and.b32 scale{i}, scale{i}, 0x00FF00FF", f"shl.b32 scale{i}, scale{i}, 7"]
-    for j in range(8):
-        word, at = "$8" if j < 4 else "$9", j % 4 * 4
-        steps.append(f"shl.b32 sign, {word}, {12 - at}")
-        steps.append(f"shl.b32 v, {word}, {6 - at}" if at < 6 else f"shr.u32 v, {word}, {at - 6}")
-        steps += ["and.b32 v, v, 0x01C001C0", "lop3.b32 v, sign, 0x80008000, v, 0xEA"]
+        steps += [f"prmt.b32 scale{i}, $10, 0, 0x4{i}4{i}", f"shl.b32 scale{i}, scale{i}, 7"]
+    for j, word in enumerate(4 * ["$8"] + 4 * ["$9"]):
+        first = f"and.b32 v, {word}, 0x81C081C0", f"shf.r.wrap.b32 v, {word}, {word}, 6", f"shl.b32 v, {word}, 4"
+        steps.append((*first, f"shl.b32 v, {word}, 6")[j % 4])
+        if j % 4 in (1, 2):
+            steps.append("and.b32 v, v, 0x81C081C0")
+        if j % 4 == 3:
+            steps += ["and.b32 v, v, 0x80C080C0", f"shr.u32 rest, {word}, 2", "lop3.b32 v, rest, 0x01000100, v, 0xEA"]
         steps.append(f"fma.rn.bf16x2 ${j}, v, scale{j // 2}, none")
-    return f"{{ .reg .b32 sign, v, scale<4>, none; {'; '.join(steps)}; }}"
+    return f"{{ .reg .b32 v, rest, scale<4>, none; {'; '.join(steps)}; }}"
 
 
 def _assembly_of_nf4(kind: str) -> str:
@@ -130,18 +131,27 @@ def in_order(eighths):
 
 @triton.jit
 def _e2m1(words, exponents, J: tl.constexpr):
-    """Return the J-th eighth of weights, as the assembly does."""
-    nibbles = _nibbles(words, J)
-    size = nibbles & 7
-    quarters = tl.where(size < 2, size * 2, (size & 1 | 2) << (size >> 1)).to(tl.float32)
-    signed = tl.where(nibbles & 8 != 0, -quarters, quarters)
+    """Return the J-th eighth of weights of words [N, C], as the assembly does."""
+    first, second = tl.split(words.reshape([words.shape[0], words.shape[1] // 2, 2]))
+    word = first if J < 4 else second
+    if J % 4 == 1:
+        word = word >> 6 & 0x03FFFFFF | word << 26
+    elif J % 4 == 2:
+        word = word << 4
+    elif J % 4 == 3:
+        word = word << 6 & 0xFEFFFEFF - (1 << 32) | word >> 2 & 0x01000100
+    pair = tl.join(word << 16, word) & 0x81C00000 - (1 << 32)
     field = exponents >> (J // 2 * 8) & 255  # 2^-126 of the value, times 2^(field - 127)
-    return (signed * 2.0**-128 * (field << 23).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+    values = pair.reshape(words.shape).to(tl.float32, bitcast=True)
+    return (values * (field << 23).to(tl.float32, bitcast=True)).to(tl.bfloat16)
 
 
 @triton.jit
 def eighths_of_mxfp4(words, exponents, UPCAST: tl.constexpr):
-    """Return the eighths of bf16 weights of words [..., N, 16] of e2m1 and exponents [..., N, 1], four in a word."""
+    """Return the eighths of bf16 weights of words [N, 16] of e2m1 and exponents [N, 1], four in a word.
+
+    Or of fewer words of more: neighbours come in pairs of `pack_mxfp4`, which every layout has in one thread.
+    """
     if UPCAST:
         a, b = _e2m1(words, exponents, 0), _e2m1(words, exponents, 1)
         c, d = _e2m1(words, exponents, 2), _e2m1(words, exponents, 3)
