@@ -2,8 +2,8 @@
 
 Nothing goes through shared memory, and no warp waits for another. Of four warps two have even and two have odd blocks
 of 128 features, so sums are those of `quantised`, in the same order: mma.sync and wgmma both add 16 features at a time.
-Which thread has which of these does not matter; here it has four neighbours. Loads of two dims have their lanes in
-the order of the first one in every Triton, which is what makes them operands of mma.sync without a shuffle.
+Which of these a thread has does not matter: four neighbours, as in the operands of mma.sync that Triton makes of loads
+of 32 bits. Loads of two dims have their lanes in the order of the first one, in every Triton: none needs a shuffle.
 """
 
 from typing import Any, NamedTuple
@@ -27,14 +27,18 @@ def _with(items, item):
 
 
 @triton.jit
-def _features(rows, left, UNEVEN: tl.constexpr):
-    """Load 16 after 16 of the 128 features from pointers [lanes, 4] on, of which row's `left` [lanes, 1] exist."""
+def _features(rows, left, LEFT: tl.constexpr):
+    """Load 16 after 16 of 128 features, two by two, from pointers [lanes, 2] on; zeros where rows do not have them.
+
+    left [lanes, 1]: how many there are up to the end of a row. LEFT: how many in its last two blocks, or 0 for 256.
+    """
     features = ()
     for j in tl.static_range(8):
-        if UNEVEN:
-            features = _with(features, tl.load(rows + 16 * j, mask=left > 16 * j, other=0.0))
+        if LEFT == 0:
+            features = _with(features, tl.load(rows + 8 * j))
         else:
-            features = _with(features, tl.load(rows + 16 * j))
+            inside = left > (LEFT % 128 if 16 * j >= LEFT % 128 else 0)
+            features = _with(features, tl.load(rows + 8 * j, mask=inside, other=0))
     return features
 
 
@@ -53,8 +57,10 @@ def _added(sums, features, packed, UPCAST: tl.constexpr):
     M: tl.constexpr = sums.shape[2]
     weights = eighths_of_mxfp4(words, exponents[:, None], UPCAST)
     for j in tl.static_range(8):
-        w = weights[j].reshape([N // 8, 4, 8, 4, 2, 2]).permute(1, 0, 2, 4, 3, 5).reshape([4, N, 16])
-        x = features[j].reshape([M // 8, 4, 8, 4, 2, 2]).permute(1, 4, 3, 5, 0, 2).reshape([4, 16, M])
+        pair = features[j]
+        x = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+        w = weights[j].reshape([N // 8, 4, 8, 4, 2, 2]).permute(1, 0, 2, 3, 4, 5).reshape([4, N, 16])
+        x = x.reshape([M // 8, 4, 8, 4, 2, 2]).permute(1, 3, 4, 5, 0, 2).reshape([4, 16, M])
         sums = dot(w, x, sums, UPCAST)
     return sums
 
@@ -77,7 +83,7 @@ def few_rows_kernel(
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
-    UNEVEN: tl.constexpr,
+    LEFT: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -86,8 +92,8 @@ def few_rows_kernel(
 ):
     """BLOCK_N columns of the products with one expert; see `quantised._quantised_experts_kernel`.
 
-    A warp has half of the columns and of the blocks, and loads its words DEPTH blocks ahead. UNEVEN: the last two
-    blocks have less than 256 features together. Columns past the last one repeat it, as rows do the first one.
+    A warp has half of the columns and of the blocks, and loads its words DEPTH blocks ahead. Columns past the last one
+    repeat it. LEFT: see `_features`.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     COLUMNS: tl.constexpr = BLOCK_N // 2  # of a warp
@@ -95,7 +101,8 @@ def few_rows_kernel(
         gdc_wait()
     expert, is_own, rank, end = scanned(ids, tl.program_id(1), num_rows, by_row, E, BLOCK_IDS)
     own = tl.minimum(expert, E - 1).to(tl.int64)
-    four, i, j = tl.arange(0, 4)[None, :], tl.arange(0, COLUMNS * 16), tl.arange(0, BLOCK_M * 16)
+    x, two, four = x.to(tl.pointer_type(tl.int32), bitcast=True), tl.arange(0, 2)[None, :], tl.arange(0, 4)[None, :]
+    i, j = tl.arange(0, COLUMNS * 16), tl.arange(0, BLOCK_M * 16)
     n, parity = i // 64 % 2 * COLUMNS + i // 128 * 8 + i // 4 % 8, tl.minimum(i // 32 % 2, num_blocks - 1)
     n = parity * N + tl.minimum(tl.program_id(0) * BLOCK_N + n, N - 1)
     words += own * num_blocks * N * 16 + (n * 16 + i % 4 * 4)[:, None] + four
@@ -103,19 +110,19 @@ def few_rows_kernel(
     last, pairs = (num_blocks - 1 - parity) // 2, tl.where(expert < E, (num_blocks + 1) // 2, 0)
     feature = (j // 32 % 2 * 128)[:, None]
     for first in range(0, end, BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
-        line = line_of(ids, is_own, rank, m, end, False, BLOCK_IDS)
-        row = line.reshape([BLOCK_M // 8, 1, 8, 1]).broadcast_to([BLOCK_M // 8, 4, 8, 4]).reshape([BLOCK_M * 16])
-        rows = x + ((row // copies).to(tl.int64) * K + j % 4 * 4)[:, None] + feature + four
         ahead = _with((), _weights(words, exponents, 0, last, N))
         for d in tl.static_range(1, DEPTH):
             ahead = _with(ahead, _weights(words, exponents, d, last, N))
-        features = _features(rows, K - feature, UNEVEN)
+        m = first + tl.arange(0, BLOCK_M)
+        line = line_of(ids, is_own, rank, m, end, False, BLOCK_IDS)
+        row = line.reshape([BLOCK_M // 8, 1, 8, 1]).broadcast_to([BLOCK_M // 8, 4, 8, 4]).reshape([BLOCK_M * 16])
+        rows = x + ((row // copies).to(tl.int64) * (K // 2) + j % 4 * 2)[:, None] + feature // 2 + two
+        features = _features(rows, K - feature, LEFT)
         sums = tl.zeros([4, COLUMNS, BLOCK_M], tl.float32)
         for t in tl.range(0, pairs, num_stages=1, loop_unroll_factor=DEPTH):
             g = tl.minimum(t + 1, pairs - 1)
             new = _weights(words, exponents, t + DEPTH, last, N)
-            new_features = _features(rows + g * 256, K - feature - g * 256, UNEVEN)
+            new_features = _features(rows + g * 128, K - feature - g * 256, LEFT)
             sums = _added(sums, features, ahead[0], UPCAST)
             features, ahead = new_features, _with(ahead[1:], new)
         even, odd = tl.split(sums.reshape([2, 2, COLUMNS, BLOCK_M]).permute(0, 2, 3, 1))
@@ -177,7 +184,7 @@ def launch(
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED,
-        UNEVEN=K % 256 > 0,
+        LEFT=K % 256,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         DEPTH=tile.depth,
