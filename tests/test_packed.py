@@ -210,10 +210,10 @@ def test_products_with_experts_in_mxfp4_equal_their_twin(num_tokens, activation)
 
 def few_rows(K, activation, has_bias):
     """Arguments of products with 17 rows of one expert, 9 of another, 2 of none, and experts that nobody chose."""
-    packs = [experts.pack_mxfp4(*of_one) for of_one in zip(*mxfp4(4, 80, K), strict=True)]
+    packs = [experts.pack_mxfp4(*of_one) for of_one in zip(*mxfp4(4, 48, K), strict=True)]
     words, exponents = map(torch.stack, zip(*packs, strict=True))
     ids = torch.tensor([1] * 17 + [3] * 9 + [4, 9], device=DEVICE)[torch.arange(28, device=DEVICE) * 9 % 28].view(-1, 1)
-    bias = random(4, 80, dtype=torch.float32) if has_bias else None
+    bias = random(4, 48, dtype=torch.float32) if has_bias else None
     return random(28, K), ids, words, exponents, bias, activation
 
 
@@ -222,13 +222,13 @@ def by_kernel(x, ids, words, exponents, bias, activation):
 
 
 @pytest.mark.parametrize(("activation", "has_bias"), [("", False), ("swigluoai", True)])
-@pytest.mark.parametrize("K", [96, 128, 160, 256, 352, 640])
+@pytest.mark.parametrize("K", [96, 160, 256, 352, 640])
 def test_few_rows_of_experts_in_mxfp4_equal_their_twin(K, activation, has_bias):
     """Whole pairs of blocks, and parts of either of the last two."""
     x, ids, *rest = few_rows(K, activation, has_bias)
     ours = by_kernel(x, ids, *rest)
     close(ours, experts.grouped_mxfp4_twin(x, ids, *rest), BITS)
-    for i in range(0, 28, 5):
+    for i in range(0, 28, 9):
         assert ours[i : i + 1].equal(by_kernel(x[i : i + 1], ids[i : i + 1], *rest))
 
 

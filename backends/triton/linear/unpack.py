@@ -2,7 +2,8 @@
 
 Two neighbours of a block of 128 elements are in one word, 16 bits apart, with those 16, 32 and 48 elements on; the word
 after it has the other four of these pairs (`backends.linear.packed.pack`). So an operand of tensor cores, 16 features
-at a time, takes the next nibble of both halves of a word each time.
+at a time, takes the next nibble of both halves of a word each time. In words of MXFP4 bits of a nibble lie apart; see
+`pack_mxfp4`.
 """
 
 import struct
