@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -73,6 +74,21 @@ def test_a_size_for_each_power_of_two_is_rehearsed_in_every_variant_and_warmed_u
         assert [t for t in within.told if t[3] == is_warm_up] == [
             ("built", v, n, is_warm_up) for n in reversed(buckets) for v in "ab"
         ]
+
+
+def test_a_kernel_is_found_while_it_is_compiled_and_compiled_again_where_it_failed():
+    found, tried = {}, []
+
+    def compiled():
+        tried.append("once")
+        if len(tried) == 1:
+            raise RuntimeError("out of memory")
+        return "kernel"
+
+    with ThreadPoolExecutor(1) as pool, ahead._Compiling(pool, ignore_errors=True) as mode:
+        kernels = [mode.submit("key", compiled, lambda kernel, i=i: found.update({i: kernel})) for i in range(2)]
+        assert found == {0: kernels[0], 1: kernels[0]} and kernels[1] is kernels[0]
+    assert len(tried) == 1 and kernels[0].result() == "kernel" == found[0] and len(tried) == 2
 
 
 def test_ranks_are_not_asked_and_their_parts_are_zero():
