@@ -227,7 +227,8 @@ def whole_graphs(
     reason = _why_not_whole(parts)
     if reason and config.prefill_graph == "whole":
         raise ValueError(f"prefill_graph='whole': {reason}; leave prefill_graph out")
-    variants = tuple(f"{kind}{FRESH}" for kind in KINDS if kind in config.graph_sampling)
+    kinds = [kind for kind in KINDS if kind in config.graph_sampling]
+    variants = tuple(f"{kind}{FRESH}" for kind in kinds)
     if reason or not variants:
         return None
     if config.prefill_graph == "whole" or config.prefix_cache:
@@ -239,6 +240,7 @@ def whole_graphs(
         device=parts.tables.table.device,
         buckets=sizes,
         variants=variants,
+        telling=[v for v in variants if v.removesuffix(FRESH) == kinds[0]],  # as those of rounds
         unit="tokens",
     )
     made = WholePrefill(WholeProgram(parts, program, capture), setup, config.dummy_row)
