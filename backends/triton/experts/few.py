@@ -6,7 +6,7 @@ Which of these a thread has does not matter: four neighbours, as in the operands
 of 32 bits. Loads of two dims have their lanes in the order of the first one, in every Triton: none needs a shuffle.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,15 +16,9 @@ from triton.language.extra.cuda import gdc_wait
 from specdec.backends.triton.experts.products import gated_columns, line_of, scanned
 from specdec.backends.triton.launch.relaunch import INTERPRETED
 from specdec.backends.triton.linear.products import dot
-from specdec.backends.triton.linear.tiles import NUM_MULTIPROCESSORS
-from specdec.backends.triton.linear.unpack import eighths_of_mxfp4
+from specdec.backends.triton.linear.unpack import appended, eighths_of_mxfp4
 
-
-@triton.jit
-def _with(items, item):
-    """Return a tuple with one more item."""
-    items += (item,)
-    return items
+COLUMNS = 64  # of a program; with half as many it is no faster on an H200
 
 
 @triton.jit
@@ -36,10 +30,10 @@ def _features(rows, left, LEFT: tl.constexpr):
     features = ()
     for j in tl.static_range(8):
         if LEFT == 0:
-            features = _with(features, tl.load(rows + 8 * j))
+            features = appended(features, tl.load(rows + 8 * j))
         else:
             inside = left > (LEFT % 128 if 16 * j >= LEFT % 128 else 0)
-            features = _with(features, tl.load(rows + 8 * j, mask=inside, other=0))
+            features = appended(features, tl.load(rows + 8 * j, mask=inside, other=0))
     return features
 
 
@@ -88,45 +82,42 @@ def few_rows_kernel(
     BLOCK_IDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N columns of the products with one expert; see `quantised._quantised_experts_kernel`.
 
-    A warp has half of the columns and of the blocks, and loads its words DEPTH blocks ahead. Columns past the last one
-    repeat it. LEFT: see `_features`.
+    A warp has half of the columns and of the blocks, and loads a block ahead. Columns past the last one repeat it.
+    LEFT: see `_features`.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
-    COLUMNS: tl.constexpr = BLOCK_N // 2  # of a warp
+    HALF: tl.constexpr = BLOCK_N // 2  # the columns of a warp
     if PDL:
         gdc_wait()
     expert, is_own, rank, end = scanned(ids, tl.program_id(1), num_rows, by_row, E, BLOCK_IDS)
     own = tl.minimum(expert, E - 1).to(tl.int64)
     x, two, four = x.to(tl.pointer_type(tl.int32), bitcast=True), tl.arange(0, 2)[None, :], tl.arange(0, 4)[None, :]
-    i, j = tl.arange(0, COLUMNS * 16), tl.arange(0, BLOCK_M * 16)
-    n, parity = i // 64 % 2 * COLUMNS + i // 128 * 8 + i // 4 % 8, tl.minimum(i // 32 % 2, num_blocks - 1)
+    i, j = tl.arange(0, HALF * 16), tl.arange(0, BLOCK_M * 16)
+    n, parity = i // 64 % 2 * HALF + i // 128 * 8 + i // 4 % 8, tl.minimum(i // 32 % 2, num_blocks - 1)
     n = parity * N + tl.minimum(tl.program_id(0) * BLOCK_N + n, N - 1)
     words += own * num_blocks * N * 16 + (n * 16 + i % 4 * 4)[:, None] + four
     exponents += own * num_blocks * N + n
     last, pairs = (num_blocks - 1 - parity) // 2, tl.where(expert < E, (num_blocks + 1) // 2, 0)
     feature = (j // 32 % 2 * 128)[:, None]
     for first in range(0, end, BLOCK_M):
-        ahead = _with((), _weights(words, exponents, 0, last, N))
-        for d in tl.static_range(1, DEPTH):
-            ahead = _with(ahead, _weights(words, exponents, d, last, N))
+        packed = _weights(words, exponents, 0, last, N)
         m = first + tl.arange(0, BLOCK_M)
         line = line_of(ids, is_own, rank, m, end, False, BLOCK_IDS)
         row = line.reshape([BLOCK_M // 8, 1, 8, 1]).broadcast_to([BLOCK_M // 8, 4, 8, 4]).reshape([BLOCK_M * 16])
         rows = x + ((row // copies).to(tl.int64) * (K // 2) + j % 4 * 2)[:, None] + feature // 2 + two
         features = _features(rows, K - feature, LEFT)
-        sums = tl.zeros([4, COLUMNS, BLOCK_M], tl.float32)
-        for t in tl.range(0, pairs, num_stages=1, loop_unroll_factor=DEPTH):
-            g = tl.minimum(t + 1, pairs - 1)
-            new = _weights(words, exponents, t + DEPTH, last, N)
-            new_features = _features(rows + g * 128, K - feature - g * 256, LEFT)
-            sums = _added(sums, features, ahead[0], UPCAST)
-            features, ahead = new_features, _with(ahead[1:], new)
-        even, odd = tl.split(sums.reshape([2, 2, COLUMNS, BLOCK_M]).permute(0, 2, 3, 1))
+        sums = tl.zeros([4, HALF, BLOCK_M], tl.float32)
+        for t in tl.range(0, pairs, num_stages=1):
+            after = tl.minimum(t + 1, pairs - 1)
+            next_packed = _weights(words, exponents, after, last, N)
+            next_features = _features(rows + after * 128, K - feature - after * 256, LEFT)
+            sums = _added(sums, features, packed, UPCAST)
+            features, packed = next_features, next_packed
+        even, odd = tl.split(sums.reshape([2, 2, HALF, BLOCK_M]).permute(0, 2, 3, 1))
         product = (even + odd).reshape([BLOCK_N, BLOCK_M])
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         if HAS_BIAS:
@@ -139,19 +130,6 @@ def few_rows_kernel(
             half = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             result = gated_columns(product, ACTIVATION, DTYPE, BLOCK_M, BLOCK_N)
             tl.store(at + half[:, None], result, mask=(m < end)[None, :] & (half < N // 2)[:, None])
-
-
-class Tile(NamedTuple):
-    """Rows and columns of a tile, and blocks of features that its words are loaded ahead."""
-
-    m: int
-    n: int
-    depth: int
-
-
-def choose_tile(N: int, num_groups: int) -> Tile:
-    """Return the tile for N columns of `num_groups` experts, narrow where there are few programs. Found on an H200."""
-    return Tile(8, 64 if triton.cdiv(N, 64) * num_groups >= 2 * NUM_MULTIPROCESSORS else 32, 1)
 
 
 def launch(
@@ -168,8 +146,7 @@ def launch(
     """Fill `out`; num_groups, constants: of `products.grouping`; see `quantised.grouped`."""
     E, num_blocks, N = exponents.shape
     num_rows, K = ids.numel(), x.shape[1]
-    tile = choose_tile(N, num_groups)
-    few_rows_kernel[(triton.cdiv(N, tile.n), num_groups)](
+    few_rows_kernel[(triton.cdiv(N, COLUMNS), num_groups)](
         x,
         ids,
         words,
@@ -186,9 +163,8 @@ def launch(
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED,
         LEFT=K % 256,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        DEPTH=tile.depth,
+        BLOCK_M=8 if num_rows <= 4 * E else 16,  # an expert has more on average
+        BLOCK_N=COLUMNS,
         num_warps=4,
         **{name: value for name, value in constants.items() if name != "ROUTED"},
     )

@@ -172,15 +172,14 @@ def launch(
     out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    by_quarters = group > 0 and num_rows <= quarters.MOST_ROWS and (INTERPRETED or capability() == 90)
+    most_rows = quarters.MOST_GATED if activation else quarters.MOST_ROWS
+    by_quarters = group > 0 and num_rows <= most_rows and (INTERPRETED or capability() == 90)
     if by_quarters:
         tile = Tile(8 if num_rows <= 8 else 16, quarters.COLUMNS.value, 4, 4, 1)
-        ahead = quarters.AHEAD_GATED if activation else quarters.AHEAD
-        constants: dict[str, Any] = {"IS_UNEVEN": num_blocks % (4 * ahead) > 0, "AHEAD": ahead}
+        constants: dict[str, Any] = {"AHEAD": quarters.AHEAD_GATED if activation else quarters.AHEAD}
     else:
         tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
-        constants = {"IS_UNEVEN": num_blocks % 4 > 0, "PACK": tile.pack, "NUM_STAGES": tile.num_stages}
-        constants["BLOCK_N"] = tile.n
+        constants = {"PACK": tile.pack, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
     num_columns = sum(triton.cdiv(size, tile.n) for size in own)
     grid = (num_columns,) if by_quarters else (triton.cdiv(num_rows, tile.m), num_columns)
     rows = [x] if by_quarters else [x, x if row_scales is None else row_scales]
@@ -189,7 +188,7 @@ def launch(
     args = *tensors, num_rows, num_blocks, *units
     is_early = follows_early(num_rows)
     constants |= {"GROUP": group, "ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}
-    constants |= {"BLOCK_M": tile.m, "PDL": is_early}
+    constants |= {"IS_UNEVEN": num_blocks % 4 > 0, "BLOCK_M": tile.m, "PDL": is_early}
     kernel = quarters.quarters_kernel if by_quarters else _quantised_kernel
     cached_launch(kernel, tile.num_warps, tile.num_stages, is_early)(grid, *args, **constants)
     return out

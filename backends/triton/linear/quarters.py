@@ -18,8 +18,8 @@ from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import appended, eighths_of_words, loaded, scales_of
 
 COLUMNS = tl.constexpr(16)  # of a program
-MOST_ROWS = 16  # of a product; above, tiles that share unpacked weights between warps are faster
-AHEAD, AHEAD_GATED = 4, 1  # blocks; with two weights there are programs enough to wait for one another's loads
+MOST_ROWS, MOST_GATED = 8, 16  # above, tiles whose warps share unpacked weights are faster; measured on an H200
+AHEAD, AHEAD_GATED = 4, 1  # blocks; of gated products there are enough programs to hide what one waits for
 
 
 @triton.jit
@@ -44,21 +44,21 @@ def _rows(rows, has_block, IS_UNEVEN: tl.constexpr):
 
 
 @triton.jit
-def _block(words, scales, first, t, left, quarter, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr):
-    """Load words and scales of block t of each quarter, from pointers to the first; left: blocks that a quarter has."""
-    has_block, t = t < left, tl.minimum(t, quarter - 1)
+def _block(words, scales, first, t, left, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr):
+    """Load words and scales of block t of each quarter, from pointers to the first; left: blocks from `first` on."""
+    has_block = t < left
     packed = loaded(words + t * size * 16, has_block[:, None], IS_UNEVEN)
     return packed, scales_of(scales, has_block, first + t, size, GROUP, IS_UNEVEN)
 
 
 @triton.jit
-def _blocks(
-    words, scales, first, t, left, quarter, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr, AHEAD: tl.constexpr
+def _first_blocks(
+    words, scales, first, left, quarter, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr, AHEAD: tl.constexpr
 ):
-    """Load AHEAD blocks of each quarter from t on: zeros past the last ones if IS_UNEVEN, else anything."""
+    """Load as many blocks of each quarter as are loaded ahead; the last one again where there are fewer."""
     blocks = ()
-    for u in tl.static_range(AHEAD):
-        block = _block(words, scales, first, t + u, left, quarter, size, GROUP, IS_UNEVEN)
+    for t in tl.static_range(AHEAD):
+        block = _block(words, scales, first, tl.minimum(t, quarter - 1), left, size, GROUP, IS_UNEVEN)
         blocks = appended(blocks, block)
     return blocks
 
@@ -132,32 +132,27 @@ def quarters_kernel(
     first_of_row = of_row // 32 % 4 * quarter
     m = tl.minimum(of_row // 128 * 8 + of_row // 4 % 8, num_rows - 1).to(tl.int64)
     rows = x + (m * stride + first_of_row * 128 + of_row % 4 * 4)[:, None] + four
-    left = tl.minimum(num_blocks - first, quarter)
-    left_of_row = tl.minimum(num_blocks - first_of_row, quarter)[:, None]
+    left, left_of_row = num_blocks - first, (num_blocks - first_of_row)[:, None]
     if PDL:
         gdc_wait()
-    blocks = _blocks(weight + at, scales + n, first, 0, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
+    blocks = _first_blocks(weight + at, scales + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
     if ACTIVATION != "":
-        up_blocks = _blocks(w1 + at, s1 + n, first, 0, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
+        up_blocks = _first_blocks(w1 + at, s1 + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
     features = _rows(rows, left_of_row > 0, IS_UNEVEN)
     sums = tl.zeros([4, COLUMNS, BLOCK_M], tl.float32)
     up_sums = sums
-    for t in tl.range(0, quarter, AHEAD, num_stages=1, loop_unroll_factor=2 if AHEAD == 1 else 1):
-        later = _blocks(weight + at, scales + n, first, t + AHEAD, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
+    for t in tl.range(0, quarter, num_stages=1, loop_unroll_factor=max(AHEAD, 2)):
+        later, after = tl.minimum(t + AHEAD, quarter - 1), tl.minimum(t + 1, quarter - 1)
+        block = _block(weight + at, scales + n, first, later, left, size, GROUP, IS_UNEVEN)
         if ACTIVATION != "":
-            up_later = _blocks(w1 + at, s1 + n, first, t + AHEAD, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
-        if AHEAD > 1:
-            tl.debug_barrier()  # ptxas would move these loads to where they are needed
-        for u in tl.static_range(AHEAD):
-            after = tl.minimum(t + u + 1, quarter - 1)
-            next_features = _rows(rows + after * 128, t + u + 1 < left_of_row, IS_UNEVEN)
-            sums = _added(sums, features, blocks[u], GROUP, UPCAST)
-            if ACTIVATION != "":
-                up_sums = _added(up_sums, features, up_blocks[u], GROUP, UPCAST)
-            features = next_features
-        blocks = later
+            up_block = _block(w1 + at, s1 + n, first, later, left, size, GROUP, IS_UNEVEN)
+        next_features = _rows(rows + after * 128, after < left_of_row, IS_UNEVEN)
+        sums = _added(sums, features, blocks[0], GROUP, UPCAST)
+        blocks = appended(blocks[1:], block)
         if ACTIVATION != "":
-            up_blocks = up_later
+            up_sums = _added(up_sums, features, up_blocks[0], GROUP, UPCAST)
+            up_blocks = appended(up_blocks[1:], up_block)
+        features = next_features
     n, m = number * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_M)
     product = finished(_total(sums), bias, n, size, HAS_BIAS, out.dtype.element_ty)
     if ACTIVATION != "":
