@@ -60,6 +60,8 @@ def close(ours, theirs, bits):
     ("num_rows", "K", "group", "dtype", "activation"),
     [
         (1, 384, 128, torch.bfloat16, ""),
+        (2, 2304, 128, torch.bfloat16, ""),
+        (12, 640, 128, torch.bfloat16, "silu"),
         (3, 640, 64, torch.bfloat16, "silu"),
         (8, 256, 32, torch.float16, ""),
         (20, 256, 64, torch.float16, "silu"),
