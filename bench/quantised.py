@@ -28,7 +28,7 @@ from specdec.backends.experts.quantised import grouped_mxfp4, grouped_mxfp4_twin
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.launch.ahead import compiling_ahead
 from specdec.backends.triton.linear import fp8 as fp8_kernels
-from specdec.backends.triton.linear import gated_fp8, parts
+from specdec.backends.triton.linear import gated_fp8, parts, quarters
 from specdec.backends.triton.linear import packed as packed_kernels
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
@@ -198,7 +198,7 @@ def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
                 tables = kernels.TILES[:3] if has_tiles and form != "nf4" else ()
                 N = sizes[0] if activation else sum(sizes)
                 chosen = kernels.TILES.choose(num_rows, N, bool(activation), SHARED)
-                if form in FP8 and gated_fp8.takes(num_rows, one[1], activation):
+                if has_own_kernel(form, num_rows, N, one[1], activation):
                     chosen = None
                 calls = [product(form, x, made, activation) for made in copies]
                 others = [tile for tiles in tables for tile in tiles if tile.m <= 2 * max(16, num_rows)]
@@ -213,13 +213,24 @@ def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
                 yield {**row, "us": us, "tb_s": us and round(size / us / 1e6, 2), "is_chosen": is_chosen}
 
 
+def has_own_kernel(form: str, num_rows: int, N: int, scales: list[torch.Tensor], activation: str) -> bool:
+    """Return whether few rows have a kernel of their own, which takes no tile."""
+    if form in FP8:
+        return gated_fp8.takes(num_rows, N, scales, activation)
+    return quarters.takes(num_rows, bool(activation))
+
+
 @contextmanager
 def tiled(tile: Any) -> Iterator[None]:
     """Let products have a tile within the context; None: that of a kernel of its own, where rows are few."""
     if tile is None:
         yield
         return
-    with patch.object(parts.Tiles, "choose", lambda *_: tile), patch.object(fp8_kernels, "takes", lambda *_: False):
+    with (
+        patch.object(parts.Tiles, "choose", lambda *_: tile),
+        patch.object(fp8_kernels, "takes", lambda *_: False),
+        patch.object(quarters, "takes", lambda *_: False),
+    ):
         yield
 
 

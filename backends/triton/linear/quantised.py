@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, capability, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, follows_early
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear import quarters
 from specdec.backends.triton.linear.gates import gated
@@ -172,8 +172,7 @@ def launch(
     out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    most_rows = quarters.MOST_GATED if activation else quarters.MOST_ROWS
-    by_quarters = group > 0 and num_rows <= most_rows and (INTERPRETED or capability() == 90)
+    by_quarters = group > 0 and quarters.takes(num_rows, bool(activation))
     if by_quarters:
         tile = Tile(8 if num_rows <= 8 else 16, quarters.COLUMNS.value, 4, 4, 1)
         constants: dict[str, Any] = {"AHEAD": quarters.AHEAD_GATED if activation else quarters.AHEAD}

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from specdec.backends.triton.launch.relaunch import INTERPRETED, capability
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
@@ -20,6 +21,11 @@ from specdec.backends.triton.linear.unpack import appended, eighths_of_words, lo
 COLUMNS = tl.constexpr(16)  # of a program
 MOST_ROWS, MOST_GATED = 8, 16  # above, tiles whose warps share unpacked weights are faster; measured on an H200
 AHEAD, AHEAD_GATED = 4, 1  # blocks; of gated products there are enough programs to hide what one waits for
+
+
+def takes(num_rows: int, is_gated: bool) -> bool:
+    """Return whether products of `num_rows` rows and packed weights are these."""
+    return num_rows <= (MOST_GATED if is_gated else MOST_ROWS) and (INTERPRETED or capability() == 90)
 
 
 @triton.jit

@@ -105,7 +105,7 @@ def _value(words, scales, DTYPE: tl.constexpr, J: tl.constexpr):
 
 @triton.jit
 def _int4(words, s0, s1, s2, s3, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Return the eighths of weights of words [..., N, 16] and the scales [..., N, 1] of each 32 of them, all int32."""
+    """Return the eighths of weights of words [N, W] and the scales [N, 1] of each 32 of them, all int32."""
     if UPCAST:
         a, b = _value(words, s0, DTYPE, 0), _value(words, s0, DTYPE, 1)
         c, d = _value(words, s1, DTYPE, 2), _value(words, s1, DTYPE, 3)
@@ -175,7 +175,7 @@ def _code(words, scales, DTYPE: tl.constexpr, J: tl.constexpr):
 
 @triton.jit
 def _nf4(words, s0, s1, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Return the eighths of weights of words [..., N, 16] int32 of NF4 and the scales [..., N, 1] fp32 of each 64."""
+    """Return the eighths of weights of words [N, W] int32 of NF4 and the scales [N, 1] fp32 of each 64."""
     if UPCAST:
         a, b = _code(words, s0, DTYPE, 0), _code(words, s0, DTYPE, 1)
         c, d = _code(words, s0, DTYPE, 2), _code(words, s0, DTYPE, 3)
@@ -221,9 +221,9 @@ def scales_of(scales, inside, block, size, GROUP: tl.constexpr, IS_MASKED: tl.co
 
 @triton.jit
 def eighths_of_words(words, scales, GROUP: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Return 16 after 16 of the weights of a block of features, or of a block each, [..., N, 16] each.
+    """Return 16 after 16 of the weights of a block of features, or of a block each, [N, W] each.
 
-    words: [..., N, 16]; scales: of `scales_of`, [..., N, 1]; those of NF4 are fp32.
+    words: [N, W], the 16 of a column or some pairs of neighbours of them; scales: of `scales_of`, [N, 1], fp32 of NF4.
     """
     s0, s1, s2, s3 = scales[0], scales[0], scales[0], scales[0]
     if GROUP == 64:
