@@ -6,7 +6,7 @@ own forward. bf16; FP8 blocks in transformers' own modules, whose kernel from th
 FP8 by channel in transformers' modules for compressed-tensors, whose own forward is `scaled_mm`; int4 groups of 128 in
 modules with gptqmodel's tensors and a forward in torch; NF4 in modules with bitsandbytes' tensors; MXFP4 experts of
 GPT-OSS-20B's shape in transformers' modules. First, kernels are compared with their twins on a layer's shapes, rows
-alone with rows together, and timed; with `--tiles` each product by several tiles. The last line is one JSON object.
+alone with rows together, and timed. The last line is one JSON object.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import gc
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +27,6 @@ from specdec.backends.experts.quantised import grouped_mxfp4, grouped_mxfp4_twin
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.launch.ahead import compiling_ahead
 from specdec.backends.triton.linear import fp8 as fp8_kernels
-from specdec.backends.triton.linear import gated_fp8, parts, quarters
 from specdec.backends.triton.linear import packed as packed_kernels
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
@@ -47,7 +45,6 @@ FP8 = ("fp8", "channels")
 GPT_OSS = "gpt-oss-20b"
 PRODUCTS = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336))}
 PRODUCTS |= {"down": (14336, (4096,))}
-SHARED = 219 << 10
 CYCLED = 200 << 20  # bytes of copies that a product is timed on in turn: more than a cache holds
 
 
@@ -70,7 +67,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of products, then of engines."""
     if not args.no_products:
         yield from checks()
-        yield from products(args.tiles) if DEVICE == "cuda" else ()
+        yield from products() if DEVICE == "cuda" else ()
     if "mxfp4" in args.forms:
         yield from experts()
     for form in filter(None, args.forms.split(",")):
@@ -183,72 +180,25 @@ def checks() -> Iterator[dict[str, Any]]:
             yield {"what": "check", "form": form, "product": name, "off": round(off, 6), "same_bits": same}
 
 
-def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
-    """Yield the microseconds of every product, and its TB/s; with several tiles, or with that which is chosen."""
+def products() -> Iterator[dict[str, Any]]:
+    """Yield the microseconds of every product, and its TB/s."""
     for form in MAKE:
-        kernels = fp8_kernels if form in FP8 else packed_kernels
         for name, (K, sizes) in PRODUCTS.items():
             activation = "silu" if name == "gate_up" else ""
             one = weights(form, K, sizes)
             size = sum(t.numel() * t.element_size() for t in (*one[0], *one[1]))
             copies = [weights(form, K, sizes) for _ in range(max(2, CYCLED // size))]
-            tried = []
-            for num_rows in (1, 16, 32, 64, 128, 512):
+            tried = {}
+            for num_rows in (1, 4, 8, 16, 32, 64, 128, 512):
                 x = torch.randn(num_rows, K, device=DEVICE).bfloat16()
-                tables = kernels.TILES[:3] if has_tiles and form != "nf4" else ()
-                N = sizes[0] if activation else sum(sizes)
-                chosen = kernels.TILES.choose(num_rows, N, bool(activation), SHARED)
-                if has_own_kernel(form, num_rows, N, one[1], activation):
-                    chosen = None
-                calls = [product(form, x, made, activation) for made in copies]
-                others = [tile for tiles in tables for tile in tiles if tile.m <= 2 * max(16, num_rows)]
-                tried += [(num_rows, tile, tile == chosen, calls) for tile in dict.fromkeys([chosen, *others])]
+                tried[num_rows] = [product(form, x, made, activation) for made in copies]
             with compiling_ahead(copies[0][0][0].device):
-                for _, tile, _, calls in tried:
-                    with_tile(tile, calls[:1])
-            for num_rows, tile, is_chosen, calls in tried:
-                us = microseconds(tile, calls)
+                for calls in tried.values():
+                    calls[0]()
+            for num_rows, calls in tried.items():
+                us = in_a_graph(calls)
                 row = {"what": "product", "form": form, "product": name, "rows": num_rows}
-                row["tile"] = str(tile and tuple(tile))
-                yield {**row, "us": us, "tb_s": us and round(size / us / 1e6, 2), "is_chosen": is_chosen}
-
-
-def has_own_kernel(form: str, num_rows: int, N: int, scales: list[torch.Tensor], activation: str) -> bool:
-    """Return whether few rows have a kernel of their own, which takes no tile."""
-    if form in FP8:
-        return gated_fp8.takes(num_rows, N, scales, activation)
-    return quarters.takes(num_rows, bool(activation))
-
-
-@contextmanager
-def tiled(tile: Any) -> Iterator[None]:
-    """Let products have a tile within the context; None: that of a kernel of its own, where rows are few."""
-    if tile is None:
-        yield
-        return
-    with (
-        patch.object(parts.Tiles, "choose", lambda *_: tile),
-        patch.object(fp8_kernels, "takes", lambda *_: False),
-        patch.object(quarters, "takes", lambda *_: False),
-    ):
-        yield
-
-
-def with_tile(tile: Any, calls: list[Any]) -> None:
-    """Run `calls` with a tile, as far as it fits."""
-    with suppress(Exception), tiled(tile):
-        for call in calls:
-            call()
-
-
-def microseconds(tile: Any, calls: list[Any]) -> float | None:
-    """Return the time of a call in a graph of all of them; None where a tile does not fit."""
-    try:
-        with tiled(tile):
-            return in_a_graph(calls)
-    except Exception as error:
-        print(f"  {type(error).__name__}: {str(error)[:100]}", flush=True)
-        return None
+                yield {**row, "us": us, "tb_s": round(size / us / 1e6, 2)}
 
 
 def in_a_graph(calls: list[Any]) -> float:
@@ -272,11 +222,10 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
-    parser.add_argument("--drafts", default=",".join(DRAFTS))
+    parser.add_argument("--drafts", default=",".join(DRAFTS), help="some of these")
     parser.add_argument("--forms", default="bf16,fp8,channels,int4,nf4,mxfp4")
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=129)
-    parser.add_argument("--tiles", action="store_true", help="time products with several tiles, too")
     parser.add_argument("--no-products", action="store_true", help="leave out what comes before engines")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()

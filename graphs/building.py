@@ -62,8 +62,8 @@ def rehearse(
     within: AbstractContextManager[Callable[[], int]] | None,
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `prepare`, and warm-ups of every variant of `runners` at the largest size, and of telling ones at a size for
-    each power of two up to ALIKE_FROM, where kernels change; no more than the largest if those find all their kernels.
+    """Run `prepare`, and warm-ups of every variant of `runners` at the largest size, and of `Setup.rehearsed` at a size
+    for each power of two up to ALIKE_FROM, where kernels change; the largest alone if that finds all its kernels.
 
     within: a context in which kernels are compiled and not launched, so that results are void; it gives a function
     that says how many had to be compiled or loaded. `build` reports what fails there, since it meets it again. None:
@@ -75,7 +75,7 @@ def rehearse(
     for runner in runners:
         sizes = {min(size - 1, ALIKE_FROM).bit_length(): size for size in runner.buckets}  # the last one stays
         keys = [key for key in runner.keys if key.size in sizes.values()]
-        jobs += [(runner, key) for key in keys if key.variant in runner.telling or key.size == runner.buckets[-1]]
+        jobs += [(runner, key) for key in keys if key.variant in runner.rehearsed or key.size == runner.buckets[-1]]
     jobs.sort(key=lambda job: job[1].size < job[0].buckets[-1])  # the largest first
     with within as num_compiled, suppress(Exception):
         prepare()

@@ -45,7 +45,7 @@ class Setup:
 
     buckets: sizes to capture, ascending, in `unit`s. variants: all kinds of work there are.
     strict: raise GraphError instead of running eagerly. shared: tensors to use as input buffers, by name.
-    telling: variants that run all kernels that differ between sizes; None: all variants.
+    rehearsed: variants whose kernels differ between sizes, which a rehearsal runs at several; None: all variants.
     """
 
     capture: Capture
@@ -56,7 +56,7 @@ class Setup:
     strict: bool = False
     unit: str = "requests"
     shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    telling: Sequence[str] | None = None
+    rehearsed: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         sizes = list(self.buckets)
@@ -88,7 +88,7 @@ class GraphRunner:
         self.failures: dict[ShapeKey, str] = {}
         self.buckets = () if setup.capture.refusal else tuple(setup.buckets)
         self.variants = tuple(setup.variants)
-        self.telling = self.variants if setup.telling is None else tuple(setup.telling)
+        self.rehearsed = self.variants if setup.rehearsed is None else tuple(setup.rehearsed)
         self._body = body
         self._live = live or body
         self._setup = setup

@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -76,40 +75,25 @@ def test_a_size_for_each_power_of_two_is_rehearsed_in_every_variant_and_warmed_u
         ]
 
 
-def test_below_the_largest_size_telling_variants_are_rehearsed_alone():
+def test_below_the_largest_size_some_variants_are_rehearsed():
     within, met = Within(), []
     specs = [BufferSpec("rows", lambda n: (n,), torch.int64, pad=0)]
-    variants = {"variants": ("a", "b", "c"), "telling": ("a", "c")}
+    variants = {"variants": ("a", "b", "c"), "rehearsed": ("a", "c")}
     setup = Setup(RecordedCapture(), Counters(), torch.device("cpu"), (1, 2, 3), **variants)
     rehearse([GraphRunner("echo", lambda v, rows: met.append((v, rows.shape[0])), specs, setup)], within)
     assert met == [("a", 3), ("b", 3), ("c", 3), ("a", 1), ("c", 1), ("a", 2), ("c", 2)]
 
 
-def test_one_kind_of_sampling_tells_all_kernels_that_sizes_change():
-    """Whole prefills attend otherwise where nothing is cached: both ways tell."""
+def test_one_kind_of_sampling_meets_all_kernels_that_sizes_change():
+    """Whole prefills attend otherwise where nothing is cached: both ways are rehearsed."""
     settings = {"max_batch": 2, "max_seq_len": 64, "cuda_graph": True, "prefill_graph": "whole", "backend": "triton"}
     core = specdec.attach(tiny_model("llama"), **settings, prefill_buckets=[8], graph_batches=[1])._core
     whole = core.prefill.whole.runner.runner
     assert whole.variants == ("greedy, fresh", "filtered, fresh", "greedy", "filtered")
-    assert whole.telling == ("greedy, fresh", "greedy")
+    assert whole.rehearsed == ("greedy, fresh", "greedy")
     rounds = core.launcher.rounds.runners.values()
-    assert [r.telling for r in rounds] == [("greedy",), ("greedy",)]
+    assert [r.rehearsed for r in rounds] == [("greedy",), ("greedy",)]
     assert all(len(r.variants) > 1 for r in rounds)
-
-
-def test_a_kernel_is_found_while_it_is_compiled_and_compiled_again_where_it_failed():
-    found, tried = {}, []
-
-    def compiled():
-        tried.append("once")
-        if len(tried) == 1:
-            raise RuntimeError("out of memory")
-        return "kernel"
-
-    with ThreadPoolExecutor(1) as pool, ahead._Compiling(pool, ignore_errors=True) as mode:
-        kernels = [mode.submit("key", compiled, lambda kernel, i=i: found.update({i: kernel})) for i in range(2)]
-        assert found == {0: kernels[0], 1: kernels[0]} and kernels[1] is kernels[0]
-    assert len(tried) == 1 and kernels[0].result() == "kernel" == found[0] and len(tried) == 2
 
 
 def test_ranks_are_not_asked_and_their_parts_are_zero():

@@ -13,8 +13,8 @@ from specdec.backends.linear.packed import BLOCK, NUM_WORDS
 
 GROUP = 32  # features of an exponent
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the fourth bit is the sign (OCP Microscaling, table 5)
-# Where half a word has four elements: the bits that each has in bf16, and by how much the word with both halves is then
-# rotated to the left, so that they fill it. Most come out by one rotation and one mask, the last in two parts.
+# Where a half word keeps its four elements: j, the bits of sign, exponent and mantissa in bf16, and by how many bits
+# they are rotated to the left, in both halves together. A rotation back and a mask unpack them; the last has two parts.
 PLACES = ((0, 0x81C0, 0), (1, 0x81C0, 6), (2, 0x81C0, 28), (3, 0x80C0, 26), (3, 0x0100, 2))
 OFFSET, LARGEST = 126, 128  # what is added to exponents, and the largest that our kernel can have
 

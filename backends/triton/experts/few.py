@@ -1,9 +1,8 @@
 """Products of few rows with experts in MXFP4 on Hopper: a thread multiplies the weights that it loads.
 
-Nothing goes through shared memory, and no warp waits for another. Of four warps two have even and two have odd blocks
-of 128 features, so sums are those of `quantised`, in the same order: mma.sync and wgmma both add 16 features at a time.
-Which of these a thread has does not matter: four neighbours, as in the operands of mma.sync that Triton makes of loads
-of 32 bits. Loads of two dims have their lanes in the order of the first one, in every Triton: none needs a shuffle.
+Nothing goes through shared memory, and no warp waits for another; see `linear.quarters`. Of four warps two have even
+and two have odd blocks of 128 features, so sums are those of `quantised`, in the same order. Rows are loaded as words
+of 32 bits, two features each, which takes fewer registers.
 """
 
 from typing import Any

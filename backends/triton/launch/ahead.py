@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -58,7 +58,7 @@ def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[Ca
     workers = min(MOST_THREADS, os.cpu_count() or 1)
     with (
         _Workers(device, workers) as pool,
-        _Compiling(pool, ignore_errors=True),
+        triton.AsyncCompileMode(pool, ignore_errors=True),
         _without_launches(package),
         _Zeros(),
     ):
@@ -112,29 +112,6 @@ def _zeros(index: Any) -> Any:
     """Return zeros like `index`, a tensor or some in a list; masks are left."""
     is_index = lambda t: not t.is_floating_point() and t.dtype != torch.bool  # noqa: E731
     return tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t) if is_index(t) else t, index)
-
-
-class _Compiling(triton.AsyncCompileMode):
-    """Kernels that are being compiled are found as those that are, so that a launch of one is not prepared again, which
-    takes 0.2 ms; Triton does so from 3.7 on. What failed is compiled again by its next launch."""
-
-    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-        kernel = super().submit(key, compile_fn, finalize_fn)
-        finalize_fn(kernel)  # enters it
-        kernel.compile_again = compile_fn
-        return kernel
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for kernel in self.future_kernels.values():
-            if kernel.kernel is None:
-                kernel.future = _Again(kernel.compile_again)
-
-
-class _Again(NamedTuple):
-    """In place of a future that failed."""
-
-    result: Callable[[], Any]
 
 
 class _Workers(ThreadPoolExecutor):

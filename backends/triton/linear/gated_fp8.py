@@ -1,7 +1,7 @@
 """Gated products of few rows and weights in FP8 by blocks, on Hopper. A program has 128 columns, and may quantise them.
 
 Sums are those of `parts`, in one loop over all quarters of K, so that blocks of the next quarter are on their way while
-one ends. The first operand of wgmma has 64 rows or more: here these are the columns.
+one ends. Weights are the first operand: wgmma wants 64 rows or more there, and x has fewer.
 
 Twins: `specdec.backends.linear.fp8`.
 """

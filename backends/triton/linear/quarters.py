@@ -1,9 +1,9 @@
 """Products of few rows and packed weights, a quarter of K a warp. Sums are those of `parts`.
 
-A thread loads the words of the weights that it multiplies straight into its registers, blocks ahead, and so it does
-with features of rows: no shared memory, and a warp waits for no other. On Hopper, which 16 features meet in a step of
-the tensor cores decides the bits, and not their order there, so a thread has four neighbours. Products of more rows are
-equal: wgmma takes 16 features at a time, too.
+A thread loads the weights that it multiplies straight into its registers, blocks ahead, and so it does with features of
+rows: without shared memory, and without waiting for other warps. On Hopper the bits depend on which 16 features a step
+of the tensor cores adds, not on their order in it, so a thread has four neighbours. Products of more rows have the same
+bits: wgmma adds the same 16 features at a time.
 
 Twin: `specdec.backends.linear.packed.packed_linear_twin`.
 """
@@ -20,7 +20,7 @@ from specdec.backends.triton.linear.unpack import appended, eighths_of_words, lo
 
 COLUMNS = tl.constexpr(16)  # of a program
 MOST_ROWS, MOST_GATED = 8, 16  # above, tiles whose warps share unpacked weights are faster; measured on an H200
-AHEAD, AHEAD_GATED = 4, 1  # blocks; of gated products there are enough programs to hide what one waits for
+AHEAD, AHEAD_GATED = 4, 1  # blocks; gated products have enough programs to hide the latency of loads
 
 
 def takes(num_rows: int, is_gated: bool) -> bool:
@@ -122,8 +122,9 @@ def quarters_kernel(
 ):
     """BLOCK_M rows and COLUMNS columns of out, with AHEAD blocks loaded ahead; see `quantised._quantised_kernel`.
 
-    Rows past the last one are that one again. Threads are numbered as the tensor cores have them: four of a column, or
-    of a row, of eight of those, of four warps. Loads are of four neighbours by thread, which Triton does not reorder.
+    Rows past the last one repeat it. Thread 32 * q + 4 * c + i has features 4 * i to 4 * i + 3, of 16, of quarter q and
+    column, or row, c, as operands of mma.sync have them. Loads have two dims, threads and features: those of more dims
+    get their threads in another order in Triton 3.6.
     """
     N, n0, n1, n2, stride = N * 16, n0 * 16, n1 * 16, n2 * 16, stride * 16
     part, number = part_of(tl.program_id(0), n0, n1, COLUMNS)

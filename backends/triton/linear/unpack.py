@@ -87,10 +87,16 @@ MXFP4, OPERANDS_OF_MXFP4 = tl.constexpr(_assembly_of_mxfp4()), tl.constexpr("=r,
 
 
 @triton.jit
+def _words_with(words, J: tl.constexpr):
+    """Return of each two words of [N, 2 * W] that which holds the J-th of their eight pairs, [N, W]."""
+    first, second = tl.split(words.reshape([words.shape[0], words.shape[1] // 2, 2]))
+    return first if J < 4 else second
+
+
+@triton.jit
 def _nibbles(words, J: tl.constexpr):
     """Return the J-th of eight pairs that each two words of [N, 2 * W] hold, at the places of these words."""
-    first, second = tl.split(words.reshape([words.shape[0], words.shape[1] // 2, 2]))
-    word = (first if J < 4 else second) >> (4 * (J % 4))
+    word = _words_with(words, J) >> (4 * (J % 4))
     return tl.join(word & 15, word >> 16 & 15).reshape(words.shape)
 
 
@@ -133,8 +139,7 @@ def in_order(eighths):
 @triton.jit
 def _e2m1(words, exponents, J: tl.constexpr):
     """Return the J-th eighth of weights of words [N, C], as the assembly does."""
-    first, second = tl.split(words.reshape([words.shape[0], words.shape[1] // 2, 2]))
-    word = first if J < 4 else second
+    word = _words_with(words, J)
     if J % 4 == 1:
         word = word >> 6 & 0x03FFFFFF | word << 26
     elif J % 4 == 2:
@@ -149,10 +154,8 @@ def _e2m1(words, exponents, J: tl.constexpr):
 
 @triton.jit
 def eighths_of_mxfp4(words, exponents, UPCAST: tl.constexpr):
-    """Return the eighths of bf16 weights of words [N, 16] of e2m1 and exponents [N, 1], four in a word.
-
-    Or of fewer words of more: neighbours come in pairs of `pack_mxfp4`, which every layout has in one thread.
-    """
+    """Return the eighths of bf16 weights of words [N, W] of e2m1, see `eighths_of_words`, and exponents [N, 1], four in
+    a word."""
     if UPCAST:
         a, b = _e2m1(words, exponents, 0), _e2m1(words, exponents, 1)
         c, d = _e2m1(words, exponents, 2), _e2m1(words, exponents, 3)
@@ -192,7 +195,7 @@ def _nf4(words, s0, s1, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def appended(values, value):
-    """Return the tuple `values` with one more; Triton knows no other way to write it."""
+    """Return the tuple `values` with one more: Triton compiles no star in a tuple."""
     return values + (value,)  # noqa: RUF005
 
 

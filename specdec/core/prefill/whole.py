@@ -240,7 +240,7 @@ def whole_graphs(
         device=parts.tables.table.device,
         buckets=sizes,
         variants=variants,
-        telling=[v for v in variants if v.removesuffix(FRESH) == kinds[0]],  # as those of rounds
+        rehearsed=[v for v in variants if v.removesuffix(FRESH) == kinds[0]],  # as those of rounds
         unit="tokens",
     )
     made = WholePrefill(WholeProgram(parts, program, capture), setup, config.dummy_row)

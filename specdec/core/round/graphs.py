@@ -48,7 +48,7 @@ class RoundGraphs:
             device=device,
             buckets=buckets,
             variants=config.graph_kinds,
-            telling=config.graph_kinds[:1],  # kernels that sample are the same at every size
+            rehearsed=config.graph_kinds[:1],  # kernels that sample are the same at every size
             strict=config.strict,
         )
         self._names = {shape: runner_name(shape, config) for shape in config.shapes}
