@@ -82,16 +82,16 @@ def compile_all(capability: int) -> list[str]:
     for module in (chunks, experts, of_weights, tiles, tiling):
         module.shared_memory = lambda device: most
     JITFunction.__getitem__ = only_compile
-    attention(torch.bfloat16, LAYERS[1], range(6))
-    attention(torch.bfloat16, LAYERS[0], (0, 1, 4, 5))
-    attention(torch.bfloat16, LAYERS[2], (1, 4))
+    attention(torch.bfloat16, LAYERS[1], range(7))
+    attention(torch.bfloat16, LAYERS[0], (0, 1, 4, 5, 6))
+    attention(torch.bfloat16, LAYERS[2], (1, 4, 6))
     attention(torch.bfloat16, LAYERS[4], (0, 1, 4))
-    attention(torch.float32, LAYERS[1], (1, 4))
+    attention(torch.float32, LAYERS[1], (1, 4, 6))
     if capability != 90:  # less shared memory: what takes the most
         for layer in LAYERS:
             if not ("v_in_k" in layer and most < 104 << 10):  # in fp32 these fit no smaller tile
-                attention(torch.float32, layer, (0, 2, 3, 4))
-            attention(torch.bfloat16, layer, (0, 2, 3, 4))
+                attention(torch.float32, layer, (0, 2, 3, 4, 6))
+            attention(torch.bfloat16, layer, (0, 2, 3, 4, 6))
     round_kernels()
     sums_over_ranks()
     products_of_experts()
@@ -310,7 +310,7 @@ def recurrent_layers() -> None:
 
 def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -> None:
     """The attention kernel, and those that go with it, in `which` forwards: 0 a token, 1 a tree, 2 one of two words,
-    3 a chain, 4 a prefill, 5 one with images."""
+    3 a chain, 4 a prefill, 5 one with images, 6 one of prompts without tokens in the cache."""
     from specdec.backends import AttentionCall, LayerSpec
     from specdec.backends.base import HeadNorms, NormedRope
     from specdec.backends.rope import rope_table
@@ -331,6 +331,7 @@ def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -
         TRITON_METADATA.prefill(table, rows, [500, 3], [40, 7]),
     ]
     plans.append(replace(plans[4], limits=plans[4].positions))
+    plans.append(TRITON_METADATA.packed(table, rows, lens * 0, lens, 1024, 0))
     TRITON_METADATA.uniform(ForwardMode.DECODE, table, rows, lens, q_len=1, max_prefix=512, rope_deltas=lens)
     layer = LayerSpec(**shape)
     pool = KVPool([layer.shape], 700, dtype, torch.device("cpu"))

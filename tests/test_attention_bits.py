@@ -132,6 +132,19 @@ class Text:
             outs.append(self.attend(metadata, inputs)[sum(others) :])
         return torch.cat(outs)
 
+    def fresh(self, length, others):
+        """A prefill of [0, length) and of others, whose lengths only the device knows, as in a graph; then padding."""
+        lens = torch.tensor([*others, length], device=DEVICE)
+        rows, before = torch.tensor([1] * len(others) + [0], device=DEVICE), sum(others)
+        metadata = self.backend.metadata.packed(self.table, rows, lens * 0, lens, before + length + 5, 0)
+        inputs = [
+            torch.cat([*(b[:n] for n in others), a[:length], a[:5]]) for a, b in zip(self.text, self.other, strict=True)
+        ]
+        out = self.attend(metadata, inputs)[before : before + length]
+        for plan, _partials in self.backend._plans.values():
+            assert self.layer.v_in_k or not plan.items[: int(plan.counts), 6].any(), "no tile is split"
+        return out
+
 
 def check(text, at, q_len, cut):
     """The query at `at` and the one before it in every kind of forward, against plain decoding."""
@@ -159,6 +172,7 @@ def check(text, at, q_len, cut):
     compare("prefill", text.prefilled(at + 1), 0)
     compare("prefill in chunks", text.prefilled(cut, at, at + 1), 0)
     compare("packed", text.prefilled(cut, at + 1, others=(1, cut + 3)), 0)
+    compare("fresh", text.fresh(at + 1, (1, cut + 3)), 0)
     assert not differing, differing
 
 

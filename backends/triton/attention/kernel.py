@@ -158,6 +158,7 @@ def _attention_kernel(
     ITEM: tl.constexpr,
     LIMITED: tl.constexpr,
     APART: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """is_new: whether the kernel that makes the plan may still run. Else a layer of the same kind has attended by this
     plan, and programs read it, and the slots of their keys, before they wait for the K/V of this layer."""
@@ -214,7 +215,8 @@ def _attention_kernel(
 
     STEP: tl.constexpr = NUM_KV_HEADS * BLOCK_M  # rows from a chunk's states to the next one's
     at_tile = (first_state.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M
-    at, is_split, first_chunk = at_tile + in_tile, num_states > 0, chunk_at(kv_begin) - chunks_before
+    at, first_chunk = at_tile + in_tile, chunk_at(kv_begin) - chunks_before
+    is_split = num_states > 0 if SPLITS else False
     pool, keys = (is_split, first_chunk, partial_acc, partial_stats, at), (kv_begin, kv_end)
     total, state = empty_state(BLOCK_M, BLOCK_V), empty_state(BLOCK_M, BLOCK_V)
     if HAS_WINDOW:
@@ -306,6 +308,7 @@ def attend(
     is_apart = layer.v_in_k and m.mode is not ForwardMode.EXTEND and not is_tree
     own = {**constants, "TREE": is_tree, "FOLD_M": fold_m, "AHEAD": AHEAD // fold_m}
     own |= {"ITEM": ITEM_WIDTH, "LIMITED": m.limits is not None, "APART": is_apart}
+    own |= {"SPLITS": tiling.resident > 0}
     grid = (layer.num_kv_heads, plan.items.shape[0])
     compiled = _attention_kernel[grid](*args, **own, **tiling.options, launch_pdl=own["PDL"])
     second = None

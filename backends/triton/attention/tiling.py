@@ -17,7 +17,7 @@ class Tiling:
     """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
 
     block_n, the keys of a block, decides the bits of a result: it depends on layer, dtype and GPU only. resident: tiles
-    that a multiprocessor holds at once.
+    that a multiprocessor holds at once; 0: no tile is split.
     """
 
     block_m: int
@@ -50,17 +50,22 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
     shared = shared_memory(m.positions.device)
     rows, most = m.q_len * (layer.num_heads // layer.num_kv_heads), 64
-    if m.mode is ForwardMode.EXTEND:  # about two tiles a processor; only a graph's number of tokens is not live
+    all_rows, is_fresh = m.positions.shape[0] * layer.num_heads, m.is_packed and m.max_prefix == 0
+    if is_fresh:  # two tiles a processor: none has so many keys more than others that it had to be split
+        rows = triton.cdiv(all_rows, 2 * PROCESSORS)
+    elif m.mode is ForwardMode.EXTEND:  # only a graph's number of tokens is not live
         most = 128 if row_bytes > 128 and shared > _MOST else 64
-        rows = triton.cdiv(2 * m.positions.shape[0] * layer.num_heads, PROCESSORS) if m.is_packed else most
+        rows = triton.cdiv(2 * all_rows, PROCESSORS) if m.is_packed else most
     if dtype.itemsize > 2 or row_bytes > 256 or shared < _AMPLE:
         most = 32 if row_bytes <= 512 or shared >= _AMPLE else 16  # of fp32 one kind of instruction, so equal bits
     if layer.v_in_k:
-        is_few = rows <= 16 if m.mode is ForwardMode.EXTEND else m.num_reqs * rows <= PROCESSORS
-        return _latent_tiling(is_few, dtype, shared)
+        few = 8 * PROCESSORS if m.is_packed else 0 if m.mode is ForwardMode.EXTEND else PROCESSORS
+        return _latent_tiling(all_rows <= few, dtype, shared)
     block_m = min(max(16, triton.next_power_of_2(rows)), most)
     block_n = 64 if row_bytes <= 256 else 32
     shape = (4, 2, 2) if row_bytes > 256 else (_WIDE if row_bytes > 128 else _NARROW)[block_m]
+    if is_fresh:
+        shape = (4, 2, 0)
     return Tiling(block_m, block_n if shared >= _AMPLE else block_n // 2, *shape)
 
 

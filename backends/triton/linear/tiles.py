@@ -58,4 +58,6 @@ def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.dev
         else:
             tiles = SHORT if K < 1024 else NARROW if is_narrow else MIDDLE
         tile = tiles[sum(num_rows > limit for limit in (16, 32, 64))]
+        if tile == GATED[-1] and NUM_MULTIPROCESSORS < triton.cdiv(N, tile.n) <= 2 * NUM_MULTIPROCESSORS:
+            tile = tile._replace(num_stages=3)  # two programs fit on a multiprocessor, so all run at once
     return tile.fitting(2 if is_gated else 1, shared_memory(device) - (8 << 10))
