@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import Any, Generic, ParamSpec, TypeVar
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # of most
 LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 RUN: dict[str, Callable[..., Any]] = {}  # by the name of an op: what it runs
 
@@ -26,18 +29,48 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     torch.library.register_fake(f"specdec::{name}", fake, lib=LIBRARY)
 
 
-def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Define an op that runs the decorated function, whose name calls the op from then on; see `define_op`."""
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return find_spec("triton") is not None
 
-    def define(run: Callable[P, T]) -> Callable[P, T]:
-        define_op(schema, run, fake)
-        overload = getattr(torch.ops.specdec, schema.partition("(")[0]).default
 
-        @wraps(run)
+class Op(Protocol[P, T]):
+    """What calls an op. twin: the torch function that specifies it; kernels: see `op`."""
+
+    twin: Callable[P, T]
+    kernels: str
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+
+def op(
+    schema: str,
+    fake: Callable[..., Any],
+    kernels: str = "",
+    takes: Callable[..., bool] = lambda x, *_: x.dtype in KERNEL_DTYPES,
+) -> Callable[[Callable[P, T]], Op[P, T]]:
+    """Define an op that runs the decorated function, whose name calls the op from then on; see `define_op`.
+
+    kernels: a module of `backends.triton`. Its function of the same name runs on CUDA, where it `takes` the arguments.
+    """
+    name, module = schema.partition("(")[0], f"specdec.backends.triton.{kernels}"
+
+    def define(twin: Callable[P, T]) -> Op[P, T]:
+        def run_either(*args: Any) -> Any:
+            is_ours = args[0].is_cuda and has_triton() and takes(*args)
+            return getattr(import_module(module), name)(*args) if is_ours else twin(*args)  # type: ignore[call-arg]
+
+        define_op(schema, run_either if kernels else twin, fake)
+        overload = getattr(torch.ops.specdec, name).default
+
+        @wraps(twin)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             return overload(*args, **kwargs)
 
-        return call
+        made = cast(Op[P, T], call)
+        made.twin, made.kernels = twin, kernels
+        return made
 
     return define
 

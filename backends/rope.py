@@ -5,7 +5,7 @@ import torch
 
 from specdec.backends.base import AnyRope, NormedRope, Rope
 from specdec.backends.library import op
-from specdec.backends.linear.reference import rms_norm_twin
+from specdec.backends.linear import rms_norm
 
 
 def rope_table(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
@@ -27,7 +27,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, rope: AnyRope) -> tuple[torch.Tens
     """Return q and k [T, heads, dim] normed, where `rope` has norms, and rotated."""
     if isinstance(rope, NormedRope):
         of_q, of_k, eps, offset, is_late = rope.norms
-        q, k = (rms_norm_twin(x, w, eps, offset, is_late) for x, w in ((q, of_q), (k, of_k)))
+        q, k = (rms_norm.twin(x, w, eps, offset, is_late) for x, w in ((q, of_q), (k, of_k)))
     return rotate(q, rope), rotate(k, rope)
 
 
@@ -37,6 +37,8 @@ def prepare(q: torch.Tensor, k: torch.Tensor, rope: AnyRope) -> tuple[torch.Tens
     lambda positions, frequencies, _, is_doubled, dtype: tuple(
         positions.new_empty(*positions.shape, len(frequencies) * (1 + is_doubled), dtype=dtype) for _ in range(2)
     ),
+    "attention.tables",
+    lambda *_: True,
 )
 def rope_tables(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: float, is_doubled: bool, dtype: torch.dtype
@@ -45,17 +47,9 @@ def rope_tables(
 
     is_doubled: [..., 2F], twice the same one after another.
     """
-    if positions.is_cuda:
-        from specdec.backends.triton.attention.tables import rope_tables as kernel
-
-        return kernel(positions, frequencies, scale, is_doubled, dtype)
-    return rope_tables_twin(positions, frequencies, scale, is_doubled, dtype)
-
-
-def rope_tables_twin(
-    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, is_doubled: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `rope_tables`."""
     angles = positions.unsqueeze(-1).float() * frequencies.float()
     angles = torch.cat([angles, angles], -1) if is_doubled else angles
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+rope_tables_twin = rope_tables.twin

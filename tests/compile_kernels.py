@@ -260,7 +260,7 @@ def choices_of_routers() -> None:
         weighted_sum(torch.zeros(3 * 8, num, dtype=dtype), torch.zeros(3, 8), torch.bfloat16)
     x = torch.zeros(3 * 8, 2048, dtype=torch.bfloat16)
     for gate in (None, x[:3, :1]):
-        experts_rms_norm(x, x[:3, :8], None if gate is None else x[:3], gate, x[:3], (x[0], 1e-6, 1.0, True))
+        experts_rms_norm(x, x[:3, :8], None if gate is None else x[:3], gate, x[:3], x[0], 1e-6, 1.0, True)
 
 
 def recurrent_layers() -> None:

@@ -93,8 +93,8 @@ def test_layers_traced_are_layers_as_they_are(algo, num_products, monkeypatch):
             out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
             assert out.tokens == expected
             taus.append(out.stats.tau)
-            calls = Mock(side_effect=fp8.fp8_linear_twin)
-            monkeypatch.setattr(fp8, "fp8_linear_twin", calls)
+            calls = Mock(side_effect=fp8.joined_twin)  # once a product
+            monkeypatch.setattr(fp8, "joined_twin", calls)
             engine.generate([5, 6, 7], max_new_tokens=2)
             monkeypatch.undo()
     if DEVICE.type == "cpu":  # elsewhere compiled layers round otherwise, and kernels take the twin's place

@@ -15,14 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import specdec
 from specdec.backends import grouped_linear
-from specdec.backends.experts import grouped_linear_twin
-from specdec.backends.experts.choices import (
-    experts_rms_norm_twin,
-    top_scores,
-    top_scores_twin,
-    weighted_sum,
-    weighted_sum_twin,
-)
+from specdec.backends.experts.choices import experts_rms_norm, top_scores, weighted_sum
 from specdec.backends.experts.quantised import grouped_mxfp4, pack_mxfp4
 from specdec.backends.gates import ACTIVATIONS
 from specdec.backends.library import RUN
@@ -104,7 +97,7 @@ def test_kernels_equal_their_twin(dtype, scanned, monkeypatch):
         x, *given = case(shape, dtype, number % 2 == 1, number > 1, num_experts)
         found = kernels.grouped_linear(x, *given)
         assert_close(found, looped(x, *given))
-        assert_close(found, grouped_linear_twin(x, *given))
+        assert_close(found, grouped_linear.twin(x, *given))
         is_foreign = given[0].flatten() == num_experts
         assert not found[is_foreign].any()
         assert_same(kernels.grouped_linear(x.repeat_interleave(shape[1], 0), *given), found)
@@ -112,7 +105,7 @@ def test_kernels_equal_their_twin(dtype, scanned, monkeypatch):
     view = weight.transpose(1, 2)
     assert_same(kernels.grouped_linear(x, ids, view, bias, not is_transposed), found)
     one = torch.full_like(ids, 2)  # more rows of one expert than a tile has
-    assert_close(kernels.grouped_linear(x, one, *given[1:]), grouped_linear_twin(x, one, *given[1:]))
+    assert_close(kernels.grouped_linear(x, one, *given[1:]), grouped_linear.twin(x, one, *given[1:]))
     order = torch.randperm(x.shape[0], device=DEVICE)  # of the last shape: results go with their tokens
     moved = kernels.grouped_linear(x[order], given[0][order], *given[1:])
     assert_same(moved, found.view(*given[0].shape, -1)[order].flatten(0, 1))
@@ -123,7 +116,7 @@ def test_the_dispatcher_may_leave_defaults_out():
     """As it does within a dispatch mode, such as a rehearsal."""
     x, ids = torch.randn(3, 16, device=DEVICE), torch.randint(0, E, (3, 2), device=DEVICE)
     weight = torch.randn(E, 8, 16, device=DEVICE)
-    expected = grouped_linear_twin(x, ids, weight)
+    expected = grouped_linear.twin(x, ids, weight)
     for run in (RUN["grouped_linear"], kernels.grouped_linear):
         torch.testing.assert_close(run(x, ids, weight), expected, rtol=1e-5, atol=1e-5)
 
@@ -136,7 +129,7 @@ def test_every_tile_equals_the_twin(monkeypatch):
     x, *given = case((21, 2, 150, 70), torch.float16, False, False, num_experts=2)
     for tile in tiles:
         monkeypatch.setattr(kernels, "tiling", lambda *_, tile=tile: tile)
-        assert_close(kernels.grouped_linear(x, *given), grouped_linear_twin(x, *given))
+        assert_close(kernels.grouped_linear(x, *given), grouped_linear.twin(x, *given))
     assert len(tiles) == 4
 
 
@@ -146,7 +139,7 @@ def test_gates_within_products_equal_their_twin(activation, monkeypatch):
         monkeypatch.setattr(kernels, "SCANNED", 0 if number == 1 else 512)
         x, *given = case((*shape[:2], shape[2] // 2 * 2, shape[3]), torch.float16, number % 2 == 1, number > 1)
         x *= 5 if activation == "swigluoai" else 1  # beyond its limits
-        found, twin = (f(x, *given, activation) for f in (kernels.grouped_linear, grouped_linear_twin))
+        found, twin = (f(x, *given, activation) for f in (kernels.grouped_linear, grouped_linear.twin))
         assert found.shape == twin.shape == (shape[0] * shape[1], shape[2] // 2)
         assert grouped_linear(x, *given, activation).shape == found.shape
         torch.testing.assert_close(found, twin, rtol=6 * ONE_BIT[torch.float16], atol=0.02)
@@ -328,7 +321,7 @@ def test_a_captured_product_follows_other_choices(num_tokens, dtype):
     for seed in (1, 2):
         ids.copy_(case((num_tokens, 4, 200, 256), dtype, False, True, num_experts=32, seed=seed)[1])
         graph.replay()
-        assert_close(found, grouped_linear_twin(x, ids, *given))
+        assert_close(found, grouped_linear.twin(x, ids, *given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -340,7 +333,7 @@ def test_choices_are_those_of_a_stable_sort(num, k, dtype):
     scores[0, ::2], scores[1, 1:], scores[2, :3] = float("-inf"), 0.0, -0.0
     scores = scores.to(DEVICE).view(2, 3, num)
     values, indices = choices.top_scores(scores.view(6, num), k)
-    expected = top_scores_twin(scores.view(6, num), k)
+    expected = top_scores.twin(scores.view(6, num), k)
     assert torch.equal(indices, expected[1]) and torch.equal(values, expected[0])
     assert torch.equal(torch.ops.specdec.top_scores(scores, k)[1].view(6, k), indices)
     assert torch.equal(values, scores.view(6, num).topk(k).values)
@@ -350,7 +343,7 @@ def test_choices_are_those_of_a_stable_sort(num, k, dtype):
 @pytest.mark.parametrize("softmax", ["all", "chosen"])
 def test_a_softmax_within_choices_is_that_of_torch(softmax, dtype):
     scores = torch.randn(7, 60, generator=torch.Generator().manual_seed(0)).mul(4).to(DEVICE, dtype)
-    ours, twin = choices.top_scores(scores, 5, softmax, dtype), top_scores_twin(scores, 5, softmax, dtype)
+    ours, twin = choices.top_scores(scores, 5, softmax, dtype), top_scores.twin(scores, 5, softmax, dtype)
     assert torch.equal(ours[1], twin[1]) and ours[0].dtype == dtype
     assert_close(ours[0], twin[0])
     for rows in (1, 3):
@@ -363,10 +356,10 @@ def test_weighted_sums_equal_their_twin_and_are_in_the_order_of_choices(dtypes):
     random = torch.Generator().manual_seed(0)
     rows, weights = (torch.randn(*shape, generator=random) for shape in ((5 * 3, 1100), (5, 3)))
     given = rows.to(DEVICE, rows_dtype), weights.to(DEVICE, weights_dtype), dtype or rows_dtype
-    assert_close(choices.weighted_sum(*given), weighted_sum_twin(*given))
+    assert_close(choices.weighted_sum(*given), weighted_sum.twin(*given))
     terms = torch.tensor([2.0**14, 2.0**-12, -(2.0**14)], device=DEVICE).to(rows_dtype).view(3, 1)
     ones = torch.ones(1, 3, dtype=weights_dtype, device=DEVICE)
-    for sums in (choices.weighted_sum, weighted_sum_twin):  # the second is lost beside the first
+    for sums in (choices.weighted_sum, weighted_sum.twin):  # the second is lost beside the first
         assert [float(sums(terms[order], ones, torch.float32)) for order in ([0, 1, 2], [0, 2, 1])] == [0.0, 2.0**-12]
 
 
@@ -380,8 +373,9 @@ def test_norms_of_what_experts_give_equal_their_twin_and_the_ops_they_replace(is
 
     rows, weights, residual, scale = normal(5 * 3, 300), normal(5, 3), normal(1, 5, 300), normal(300)
     shared, gate = normal(5, 300), normal(5, 9)[:, 4:5]
-    given = rows, weights, shared if is_shared else None, gate if is_gated else None, residual, (scale, 1e-3, 1.0, True)
-    ours, twin = choices.experts_rms_norm(*given), experts_rms_norm_twin(*given)
+    given = rows, weights, shared if is_shared else None, gate if is_gated else None, residual
+    given = *given, scale, 1e-3, 1.0, True
+    ours, twin = choices.experts_rms_norm(*given), experts_rms_norm.twin(*given)
     for found, expected in zip(ours, twin, strict=True):
         assert found.shape == residual.shape and (found - expected).norm() <= 0.01 * expected.norm()
     total = choices.weighted_sum(rows, weights, dtype)

@@ -262,7 +262,7 @@ def test_attach_refuses_wrong_kernels(field, monkeypatch, subjects):
 
 def test_attach_refuses_wrong_experts(monkeypatch, subjects):
     """What no backend helps against."""
-    monkeypatch.setattr(experts, "grouped_linear", nudged(experts.grouped_linear_twin))
+    monkeypatch.setattr(experts, "grouped_linear", nudged(experts.grouped_linear.twin))
     with pytest.raises(AttachError, match=r"experts \[4, 48, 32\]: grouped_linear of .*whatever the backend") as caught:
         model, settings = recurrent_model("qwen3_next").to(DEVICE), {"max_seq_len": 64, "check_kernels": True}
         specdec.attach(model, algo=None, backend="torch", **settings)

@@ -159,8 +159,8 @@ def test_products_equal_their_twins_and_rows_alone_equal_rows_together(sizes, dt
     q = random(heads, num_rows, keys + rotary, dtype=dtype, seed=1).transpose(0, 1)  # as modules have it
     x = random(num_rows, heads, rank, dtype=dtype, seed=2)
     for ours, twin, given, number in (
-        (kernels.latent_queries, ops.latent_queries_twin, q, rotary),
-        (kernels.latent_values, ops.latent_values_twin, x, keys),
+        (kernels.latent_queries, ops.latent_queries.twin, q, rotary),
+        (kernels.latent_values, ops.latent_values.twin, x, keys),
     ):
         found, want = ours(given, weight, number), twin(given, weight, number)
         assert found.shape == want.shape and found.is_contiguous()

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+from importlib import import_module
+from inspect import signature
 
 import pytest
 import torch
@@ -10,10 +12,15 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from specdec.backends import experts
 from specdec.backends import linear as ops
+from specdec.backends.experts import choices
 from specdec.backends.gates import ACTIVATIONS, apply_gate_twin
-from specdec.backends.linear.inputs import joined_inputs_twin
-from specdec.backends.linear.reference import add_rms_norm_twin, gated_rms_norm_twin, product_twin, rms_norm_twin
+from specdec.backends.linear import fp8, latents, packed
+from specdec.backends.linear.inputs import joined_inputs
+from specdec.backends.linear.reference import product_twin
+from specdec.backends.recurrent.gates import delta_gates
+from specdec.backends.rope import rope_tables
 from specdec.backends.triton.linear import cublas, gates, inputs, norms, products, tiles
 from specdec.backends.triton.linear.strides import strided_rows
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
@@ -57,6 +64,17 @@ def test_traces_keep_the_ops_and_their_shapes():
     assert names == [f"specdec.{name}.default" for name in ("add_rms_norm", "rms_norm", "gated_linear", "linear")]
     many = random(5, 8)
     assert all(a.equal(b) for a, b in zip(graph(many, *given), layer(many, *given), strict=True))
+
+
+def test_kernels_take_what_their_ops_take():
+    rooms = (ops, fp8, latents, packed, experts, choices)
+    found = [op for room in rooms for op in vars(room).values() if getattr(op, "kernels", "")]
+    made = {*found, delta_gates, joined_inputs, rope_tables}
+    for op in made:
+        kernel = getattr(import_module(f"specdec.backends.triton.{op.kernels}"), op.__name__)
+        given, taken = ([(p.name, p.default) for p in signature(f).parameters.values()] for f in (op, kernel))
+        assert taken == given or (kernel is inputs.joined_inputs and taken[:3] == given[:3]), op.__name__
+    assert len(made) == 20
 
 
 def test_an_unknown_activation_is_refused_by_name():
@@ -145,9 +163,9 @@ def test_norms_equal_their_twins_and_rows_alone_equal_rows_together(offset, is_l
         x, y, weight = random(9, H, dtype=dtype), random(9, H, dtype=dtype, seed=1), random(H, dtype=dtype, seed=2)
         settings = weight, 1e-3, offset, is_late
         normed, total = norms.add_rms_norm(x, y, *settings)
-        twin, twin_total = add_rms_norm_twin(x, y, *settings)
+        twin, twin_total = ops.add_rms_norm.twin(x, y, *settings)
         assert_close(total, twin_total)
-        assert_close(normed, rms_norm_twin(total, *settings), steps=2)
+        assert_close(normed, ops.rms_norm.twin(total, *settings), steps=2)
         assert_close(normed, twin, steps=8)
         assert norms.rms_norm(total, *settings).equal(normed)
         for rows in (1, 2, 5):
@@ -164,7 +182,7 @@ def test_joined_inputs_equal_their_twin_and_have_the_bits_of_norms(H, offset, is
     ids, positions = torch.tensor([[3, -1, 49, 0, -2, 3, 8], [19, 0, 1, 2, 2, 7, 18]], device=DEVICE)
     settings = (states, positions, tables, *weights, 1e-3, offset, is_late)
     ours, rope = inputs.joined_inputs(ids, table, *settings)
-    twin, rows = joined_inputs_twin(ids, table, *settings)
+    twin, rows = joined_inputs.twin(ids, table, *settings)
     assert_close(ours, twin, steps=2)
     assert rope.equal(rows) and rope.equal(tables[positions])
     pairs = (table[ids.clamp(min=0)], weights[1]), (states, weights[0])
@@ -176,11 +194,11 @@ def test_gated_norms_equal_their_twin_whatever_the_strides_of_the_gate(dtype):
     joined = random(2, 3, 7 * 16, dtype=dtype)
     gate, x, weight = joined[..., 16:80].view(2, 3, 4, 16), random(24, 16, dtype=dtype), random(16, dtype=dtype)
     ours = norms.gated_rms_norm(x, gate, weight, 1e-3)
-    assert_close(ours, gated_rms_norm_twin(x, gate, weight, 1e-3), steps=3)
+    assert_close(ours, ops.gated_rms_norm.twin(x, gate, weight, 1e-3), steps=3)
     assert norms.gated_rms_norm(x, gate.contiguous(), weight, 1e-3).equal(ours)
     assert norms.gated_rms_norm(x[:4].contiguous(), gate[:1, :1], weight, 1e-3).equal(ours[:4])
     flat = gate.transpose(1, 2)
-    assert_close(norms.gated_rms_norm(x, flat, weight, 1e-3), gated_rms_norm_twin(x, flat, weight, 1e-3), steps=3)
+    assert_close(norms.gated_rms_norm(x, flat, weight, 1e-3), ops.gated_rms_norm.twin(x, flat, weight, 1e-3), steps=3)
 
 
 def test_norms_read_strided_heads_in_place():

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.recurrent import StateScope, conv, recurrent_scope, scan
-from specdec.backends.recurrent.gates import delta_gates_twin
+from specdec.backends.recurrent.gates import delta_gates
 from specdec.backends.recurrent.reference import TORCH_RECURRENT
 from specdec.backends.recurrent.state_pool import EPS, ConvSpec, ScanInputs, ScanSpec, StatePool
 from specdec.backends.triton.recurrent import chunks, units
@@ -435,7 +435,7 @@ def test_gates_of_delta_rules_equal_their_twin(dtype):
     joined[1:7, 2:5] = torch.tensor([-2.9, -3.1, -6, -10, -15, -30], device=DEVICE).to(dtype).unsqueeze(1)
     given = joined[:, 2:5], joined[:, 7:10], rates.to(dtype), bias
     ours = units.delta_gates(*given)
-    for number, (found, expected) in enumerate(zip(ours, delta_gates_twin(*given), strict=True)):
+    for number, (found, expected) in enumerate(zip(ours, delta_gates.twin(*given), strict=True)):
         torch.testing.assert_close(found, expected, rtol=1e-5 if number == 0 else ONE_BIT.get(dtype, 1e-6), atol=0)
         assert found.is_contiguous() and found.dtype == torch.float32
     alone = units.delta_gates(*(t[:1] for t in given[:2]), *given[2:])

@@ -4,12 +4,10 @@ Expert weights are its arguments, so traces and checks of addresses see them. No
 kernels of ours run it: it can be captured, in prefills too.
 """
 
-import importlib.util
-from functools import cache
-
 import torch
 
 from specdec.backends.gates import gate_twin
+from specdec.backends.library import has_triton as has_triton
 from specdec.backends.library import op
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,6 +19,8 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
     lambda x, ids, weight, bias=None, is_transposed=False, activation="": x.new_empty(
         ids.numel(), weight.shape[2 if is_transposed else 1] // (2 if activation else 1)
     ),
+    "experts.products",
+    lambda x, ids, weight, *_: weight.dtype in KERNEL_DTYPES,
 )
 def grouped_linear(
     x: torch.Tensor,
@@ -40,24 +40,9 @@ def grouped_linear(
     activation: of `linear.gated_linear`, or "swigluoai", GPT-OSS's gate, whose gate and up take turns in the columns;
     the result is then activation(gate) * up, [T*k, N / 2].
 
-    On CUDA the twin, which waits for the host, runs where Triton is not installed, and in other dtypes.
+    On CUDA the twin, which reads ids on the host, runs where Triton is not installed, and in other dtypes: an expert at
+    a time, as transformers' eager experts do.
     """
-    if not x.is_cuda or weight.dtype not in KERNEL_DTYPES or not has_triton():
-        return grouped_linear_twin(x, expert_ids, weight, bias, is_transposed, activation)
-    from specdec.backends.triton.experts import products as experts
-
-    return experts.grouped_linear(x, expert_ids, weight, bias, is_transposed, activation)
-
-
-def grouped_linear_twin(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    is_transposed: bool = False,
-    activation: str = "",
-) -> torch.Tensor:
-    """See `grouped_linear`: an expert at a time, as transformers' eager experts do. It reads ids on the host."""
     ids = expert_ids.flatten()
     copies = ids.shape[0] // max(x.shape[0], 1)
     matrices = weight if is_transposed else weight.transpose(1, 2)
@@ -67,9 +52,3 @@ def grouped_linear_twin(
         product = x[rows // copies] @ matrices[expert]
         out[rows] = product if bias is None else product + bias[expert]
     return gate_twin(out, activation) if activation else out
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None

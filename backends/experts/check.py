@@ -12,6 +12,7 @@ NUM_TOKENS = 64
 PER_TOKEN = 8  # experts of the first check, of one token
 AVERAGES = (1, 16, 48, 96)  # rows of all experts, each, of the others: they decide which tile the kernel takes
 COLUMNS = 256  # of a weight: a program has no more
+TWIN = experts.grouped_linear.twin
 
 
 def expert_checks(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> list[Check]:
@@ -35,7 +36,7 @@ def _answers(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: boo
     names = torch.cat([chosen, chosen.new_tensor([num_experts])])  # the last one is none
     if is_twin:
         weight, bias = weight[chosen].float(), None if bias is None else bias[chosen].float()
-    product = experts.grouped_linear_twin if is_twin else experts.grouped_linear
+    product = TWIN if is_twin else experts.grouped_linear
     sizes = [(1, min(PER_TOKEN, num_experts)), *((NUM_TOKENS, -(-n * num_experts // NUM_TOKENS)) for n in AVERAGES)]
     answers = []
     for num_tokens, k in dict.fromkeys(sizes):

@@ -6,12 +6,10 @@ more, and for the softmax before or after it.
 
 import torch
 
-from specdec.backends.experts import has_triton
-from specdec.backends.library import op
-from specdec.backends.linear.reference import add_rms_norm_twin
+from specdec.backends.library import KERNEL_DTYPES, op
+from specdec.backends.linear import add_rms_norm
 
 MOST_SCORES, MOST_CHOSEN = 1024, 32  # of a row
-Norm = tuple[torch.Tensor, float, float, bool]  # weight, eps, offset and is_late of `specdec::rms_norm`
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -20,6 +18,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
     lambda scores, k, softmax="", dtype=None: tuple(
         scores.new_empty(*scores.shape[:-1], k, dtype=own) for own in (dtype or scores.dtype, torch.int64)
     ),
+    "experts.choices",
+    lambda *_: True,
 )
 def top_scores(
     scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None
@@ -30,19 +30,6 @@ def top_scores(
     softmax: "all" for values of the softmax over all scores, "chosen" for one over the chosen scores, "" for the scores
     themselves. dtype: of the values; else that of scores. Of equal scores `torch.topk` chooses any.
     """
-    if not scores.is_cuda or not has_triton():
-        return top_scores_twin(scores, k, softmax, dtype)
-    from specdec.backends.triton.experts import choices
-
-    rows = scores.reshape(-1, scores.shape[-1])
-    values, indices = choices.top_scores(rows if rows.stride(-1) == 1 else rows.contiguous(), k, softmax, dtype)
-    return values.view(*scores.shape[:-1], k), indices.view(*scores.shape[:-1], k)
-
-
-def top_scores_twin(
-    scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `top_scores`."""
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
     values, indices = values[..., :k], indices[..., :k].contiguous()
     if softmax == "all":
@@ -61,21 +48,14 @@ def takes(scores: torch.Tensor, k: int) -> bool:
 @op(
     "weighted_sum(Tensor rows, Tensor weights, ScalarType dtype) -> Tensor",
     lambda rows, weights, dtype: rows.new_empty(weights.shape[0], rows.shape[1], dtype=dtype),
+    "experts.choices",
+    lambda rows, *_: rows.dtype in DTYPES,
 )
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum over j of rows[t*k+j] * weights[t, j], in the order of j: [T, h] of `dtype`.
 
     rows: [T*k, h]; weights: [T, k]. Products are rounded to the dtype that torch promotes both to, sums at the end.
     """
-    if not rows.is_cuda or rows.dtype not in DTYPES or not has_triton():
-        return weighted_sum_twin(rows, weights, dtype)
-    from specdec.backends.triton.experts import choices
-
-    return choices.weighted_sum(rows, weights, dtype)
-
-
-def weighted_sum_twin(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See `weighted_sum`."""
     products = rows.view(*weights.shape, -1) * weights.unsqueeze(-1)
     total = products[:, 0].float()
     for j in range(1, weights.shape[1]):
@@ -90,6 +70,8 @@ def weighted_sum_twin(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dt
         residual.new_empty(residual.shape),
         residual.new_empty(residual.shape),
     ),
+    "experts.choices",
+    lambda rows, weights, shared, gate, residual, *_: rows.dtype == residual.dtype and rows.dtype in KERNEL_DTYPES,
 )
 def experts_rms_norm(
     rows: torch.Tensor,
@@ -107,26 +89,7 @@ def experts_rms_norm(
     shared: [T, h] of shared experts, gate: [T, 1], left out if None. residual: [..., h], T tokens. Rounded after every
     step, as the ops are that this one replaces.
     """
-    from specdec.backends.linear import has_kernels
-
-    norm = scale, eps, offset, is_late
-    if not has_kernels(residual) or rows.dtype != residual.dtype:
-        return experts_rms_norm_twin(rows, weights, shared, gate, residual, norm)
-    from specdec.backends.triton.experts import choices
-
-    return choices.experts_rms_norm(rows, weights, shared, gate, residual, norm)
-
-
-def experts_rms_norm_twin(
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    shared: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm: Norm,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `experts_rms_norm`."""
-    total = weighted_sum_twin(rows, weights, residual.dtype)
+    total = weighted_sum.twin(rows, weights, residual.dtype)
     if shared is not None:
         total = total + (shared if gate is None else gate.sigmoid() * shared)
-    return add_rms_norm_twin(total.view(residual.shape), residual, *norm)
+    return add_rms_norm.twin(total.view(residual.shape), residual, scale, eps, offset, is_late)

@@ -5,7 +5,7 @@ A row's bits depend on that row alone. On CUDA kernels run them without waiting 
 
 import torch
 
-from specdec.backends.experts import grouped_linear_twin, has_triton
+from specdec.backends.experts import grouped_linear, has_triton
 from specdec.backends.gates import gate_twin
 from specdec.backends.library import op
 from specdec.backends.linear.fp8 import dequantised
@@ -122,7 +122,7 @@ def grouped_mxfp4_twin(
 ) -> torch.Tensor:
     """See `grouped_mxfp4`."""
     weight = torch.stack([unpack_mxfp4(*of_one) for of_one in zip(words, exponents, strict=True)])[..., : x.shape[1]]
-    return grouped_linear_twin(x.float(), expert_ids, weight, bias, False, activation).to(x.dtype)
+    return grouped_linear.twin(x.float(), expert_ids, weight, bias, False, activation).to(x.dtype)
 
 
 def grouped_fp8_twin(
@@ -137,5 +137,5 @@ def grouped_fp8_twin(
     """See `grouped_fp8`."""
     rows = x.float() * row_scales.repeat_interleave(BLOCK, -1)
     experts = torch.stack([dequantised(*of_one) for of_one in zip(weight, scales, strict=True)])
-    product = grouped_linear_twin(rows, expert_ids, experts).to(dtype)
+    product = grouped_linear.twin(rows, expert_ids, experts).to(dtype)
     return gate_twin(product, activation) if activation else product

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from specdec.backends.experts import has_triton
 from specdec.backends.gates import ACTIVATIONS, apply_gate_twin, gate_twin
-from specdec.backends.library import op
-from specdec.backends.linear.reference import add_rms_norm_twin, gated_rms_norm_twin, product_twin, rms_norm_twin
+from specdec.backends.library import KERNEL_DTYPES, has_triton, op
+from specdec.backends.linear.reference import product_twin
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 NORM_ARGUMENTS = "Tensor weight, float eps, float offset, bool is_late"
 MOST_PARTS = 3  # of a product's columns that have weights of their own, such as Q, K and V
 
@@ -58,31 +56,28 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return _product(x, weight, bias, activation)
 
 
-@op("gate(Tensor x, str activation) -> Tensor", lambda x, _: _rows(x, x.shape[-1] // 2))
+@op("gate(Tensor x, str activation) -> Tensor", lambda x, _: _rows(x, x.shape[-1] // 2), "linear.gates")
 def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up [..., I], contiguous, of the halves of x [..., 2*I], with `gated_linear`'s bits."""
-    if not has_kernels(x):
-        return gate_twin(x, activation)
-    from specdec.backends.triton.linear import gates
-
-    return gates.gate(x.reshape(-1, x.shape[-1]).contiguous(), activation).view(*x.shape[:-1], x.shape[-1] // 2)
+    return gate_twin(x, activation)
 
 
-@op("apply_gate(Tensor gate, Tensor up, str activation) -> Tensor", lambda _, up, *rest: _rows(up, up.shape[-1]))
+@op(
+    "apply_gate(Tensor gate, Tensor up, str activation) -> Tensor",
+    lambda _, up, *rest: _rows(up, up.shape[-1]),
+    "linear.gates",
+    lambda _, up, *rest: up.dtype in KERNEL_DTYPES,
+)
 def apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up, contiguous in the shape of up; rounded after each step.
 
     gate: of up's dtype, as many elements in rows [..., N] whose N divides up's last dim; both may be strided, such as
     parts of a joined product. activation: of `gated_linear`, or "sigmoid".
     """
-    if not has_kernels(up):
-        return apply_gate_twin(gate, up, activation)
-    from specdec.backends.triton.linear import gates
-
-    return gates.apply_gate(gate, up, activation)
+    return apply_gate_twin(gate, up, activation)
 
 
-@op(f"rms_norm(Tensor x, {NORM_ARGUMENTS}) -> Tensor", lambda x, *_: _rows(x, x.shape[-1]))
+@op(f"rms_norm(Tensor x, {NORM_ARGUMENTS}) -> Tensor", lambda x, *_: _rows(x, x.shape[-1]), "linear.norms")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
     """Return the RMS norm of x [..., H] over its last dim, contiguous, in x's dtype; statistics in fp32.
 
@@ -90,39 +85,38 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, i
     else round, then multiply by weight and round again (Llama, Qwen). Rows of x may be strided, such as heads of a
     joined QKV.
     """
-    if not has_kernels(x):
-        return rms_norm_twin(x, weight, eps, offset, is_late)
-    from specdec.backends.triton.linear import norms
-
-    return norms.rms_norm(x, weight, eps, offset, is_late)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if is_late:
+        return (normed * (offset + weight.float())).to(x.dtype).contiguous()
+    return (normed.to(x.dtype) * weight).to(x.dtype).contiguous()
 
 
 @op(
     f"add_rms_norm(Tensor x, Tensor residual, {NORM_ARGUMENTS}) -> (Tensor, Tensor)",
     lambda x, *_: (_rows(x, x.shape[-1]), _rows(x, x.shape[-1])),
+    "linear.norms",
 )
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `rms_norm` of total, and total = x + residual, rounded to their dtype."""
-    if not has_kernels(x):
-        return add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
-    from specdec.backends.triton.linear import norms
-
-    return norms.add_rms_norm(x, residual, weight, eps, offset, is_late)
+    total = (x + residual).contiguous()
+    return rms_norm.twin(total, weight, eps, offset, is_late), total
 
 
-@op("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor", lambda x, *_: _rows(x, x.shape[-1]))
+@op(
+    "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor",
+    lambda x, *_: _rows(x, x.shape[-1]),
+    "linear.norms",
+)
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `rms_norm` of x [..., H], rounded before the weight is applied, times silu(gate), in x's dtype.
 
     gate: of x's dtype, as many rows of H as x has, in any shape. silu and the last product are computed in fp32.
     """
-    if not has_kernels(x):
-        return gated_rms_norm_twin(x, gate, weight, eps)
-    from specdec.backends.triton.linear import norms
-
-    return norms.gated_rms_norm(x, gate, weight, eps)
+    normed = rms_norm.twin(x, weight, eps, 0.0, False)
+    return (normed * F.silu(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 def _product(

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from specdec.backends.library import op
-from specdec.backends.linear import NORM_ARGUMENTS, aligned_rows, has_kernels
-from specdec.backends.linear.reference import add_rms_norm_twin, joined_twin, rms_norm_twin
+from specdec.backends.library import KERNEL_DTYPES, op
+from specdec.backends.linear import NORM_ARGUMENTS, add_rms_norm, rms_norm
+from specdec.backends.linear.reference import joined_twin
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
@@ -21,36 +21,32 @@ CHUNK = 32 * BLOCK  # rows of weights that `in_blocks` quantises together
 Blocks = tuple[torch.Tensor, torch.Tensor]  # weights [N, K], and scales [N / 128, K / 128] float32
 
 
-@op("quantise(Tensor x, bool by_row) -> (Tensor, Tensor)", lambda x, by_row: _like_quantised(x, by_row))
+@op("quantise(Tensor x, bool by_row) -> (Tensor, Tensor)", lambda *given: _like_quantised(*given), "linear.fp8")
 def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [..., K] in FP8 (e4m3) and the scales [..., K / 128] float32 that were taken out: the largest of 128
     features is 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). by_row: the largest of a row is, scales [..., 1]."""
-    if not has_kernels(x):
-        return quantise_twin(x, by_row)
-    from specdec.backends.triton.linear.fp8 import quantise as by_kernel
-
-    quantised, scales = by_kernel(aligned_rows(x), by_row)
-    return quantised.view(x.shape), scales.view(*x.shape[:-1], -1)
+    blocks = x.float().unflatten(-1, (-1, x.shape[-1] if by_row else BLOCK))
+    largest = torch.full((), LARGEST, dtype=torch.float32, device=x.device)
+    scales = (blocks.abs().amax(-1) / largest).clamp(min=LEAST)  # by a number, CUDA multiplies by its reciprocal
+    return (blocks / scales.unsqueeze(-1)).flatten(-2).to(DTYPE), scales
 
 
 @op(
     f"rms_norm_fp8(Tensor x, {NORM_ARGUMENTS}, bool by_row) -> (Tensor, Tensor)",
     lambda x, *given: _like_quantised(x, given[-1]),
+    "linear.norms",
 )
 def rms_norm_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `quantise` of `linear.rms_norm`, in one launch."""
-    if not has_kernels(x):
-        return quantise_twin(rms_norm_twin(x, weight, eps, offset, is_late), by_row)
-    from specdec.backends.triton.linear import norms
-
-    return norms.rms_norm_fp8(x, weight, eps, offset, is_late, by_row)
+    return quantise.twin(rms_norm.twin(x, weight, eps, offset, is_late), by_row)
 
 
 @op(
     f"add_rms_norm_fp8(Tensor x, Tensor residual, {NORM_ARGUMENTS}, bool by_row) -> (Tensor, Tensor, Tensor)",
     lambda x, *given: (*_like_quantised(x, given[-1]), x.new_empty(x.shape)),
+    "linear.norms",
 )
 def add_rms_norm_fp8(
     x: torch.Tensor,
@@ -62,12 +58,8 @@ def add_rms_norm_fp8(
     by_row: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `quantise` of the norm of `linear.add_rms_norm`, and the total, in one launch."""
-    if not has_kernels(x):
-        normed, total = add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
-        return *quantise_twin(normed, by_row), total
-    from specdec.backends.triton.linear import norms
-
-    return norms.add_rms_norm_fp8(x, residual, weight, eps, offset, is_late, by_row)
+    normed, total = add_rms_norm.twin(x, residual, weight, eps, offset, is_late)
+    return *quantise.twin(normed, by_row), total
 
 
 @op(
@@ -76,6 +68,8 @@ def add_rms_norm_fp8(
     lambda x, _, weights, scales, bias, dtype, activation="": x.new_empty(
         *x.shape[:-1], sum(w.shape[0] for w in weights) // (2 if activation else 1), dtype=dtype
     ),
+    "linear.fp8",
+    lambda *given: given[5] in KERNEL_DTYPES,
 )
 def fp8_linear(
     x: torch.Tensor,
@@ -92,19 +86,17 @@ def fp8_linear(
     float32: [N / 128, K / 128], rounded up, or [N] for rows that are quantised `by_row`. bias: [N] each, or none at
     all. activation: of `linear.gated_linear`, for two weights.
     """
-    if not has_kernels(x, dtype):
-        return fp8_linear_twin(x, row_scales, weights, scales, bias, dtype, activation)
-    from specdec.backends.triton.linear.fp8 import fp8_linear as by_kernel
-
-    rows, of_rows = x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
-    product = by_kernel(rows, of_rows, weights, scales, bias, dtype, activation)
-    return product.view(*x.shape[:-1], product.shape[1])
+    rows = x.float() * row_scales.repeat_interleave(x.shape[-1] // row_scales.shape[-1], -1)
+    parts = [(rows @ dequantised(w, s).T).to(dtype) for w, s in zip(weights, scales, strict=True)]
+    return joined_twin(parts, bias, activation)
 
 
 @op(
     "gated_linear_fp8(Tensor x, Tensor row_scales, Tensor[] weights, Tensor[] scales, Tensor[] bias, ScalarType dtype, "
     "str activation) -> (Tensor, Tensor)",
     lambda x, _, weights, *rest: _like_quantised(x.new_empty(*x.shape[:-1], weights[0].shape[0]), False),
+    "linear.fp8",
+    lambda *given: given[5] in KERNEL_DTYPES,
 )
 def gated_linear_fp8(
     x: torch.Tensor,
@@ -117,13 +109,10 @@ def gated_linear_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `quantise` by blocks of what `fp8_linear` gives with an activation, N a multiple of 128; of few rows and
     weights by blocks in one launch."""
-    if not has_kernels(x, dtype):
-        return quantise_twin(fp8_linear_twin(x, row_scales, weights, scales, bias, dtype, activation), False)
-    from specdec.backends.triton.linear.fp8 import gated_linear_fp8 as by_kernel
+    return quantise.twin(fp8_linear.twin(x, row_scales, weights, scales, bias, dtype, activation), False)
 
-    rows, of_rows = x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
-    quantised, of_product = by_kernel(rows, of_rows, weights, scales, bias, dtype, activation)
-    return quantised.view(*x.shape[:-1], quantised.shape[1]), of_product.view(*x.shape[:-1], of_product.shape[1])
+
+quantise_twin, fp8_linear_twin = quantise.twin, fp8_linear.twin
 
 
 def takes(N: int, K: int) -> bool:
@@ -150,29 +139,6 @@ def times_blocks(x: torch.Tensor, weights: Blocks, bias: torch.Tensor | None) ->
     """Return x [..., K] in 16 bits times the weights of `in_blocks`, plus bias [N] or None: [..., N]."""
     of_weights, scales = weights
     return fp8_linear(*quantise(x, False), [of_weights], [scales], [] if bias is None else [bias], x.dtype)
-
-
-def quantise_twin(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `quantise`."""
-    blocks = x.float().unflatten(-1, (-1, x.shape[-1] if by_row else BLOCK))
-    largest = torch.full((), LARGEST, dtype=torch.float32, device=x.device)
-    scales = (blocks.abs().amax(-1) / largest).clamp(min=LEAST)  # by a number, CUDA multiplies by its reciprocal
-    return (blocks / scales.unsqueeze(-1)).flatten(-2).to(DTYPE), scales
-
-
-def fp8_linear_twin(
-    x: torch.Tensor,
-    row_scales: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    bias: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    activation: str = "",
-) -> torch.Tensor:
-    """See `fp8_linear`."""
-    rows = x.float() * row_scales.repeat_interleave(x.shape[-1] // row_scales.shape[-1], -1)
-    parts = [(rows @ dequantised(w, s).T).to(dtype) for w, s in zip(weights, scales, strict=True)]
-    return joined_twin(parts, bias, activation)
 
 
 def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

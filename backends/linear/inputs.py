@@ -1,13 +1,10 @@
 """`specdec::joined_inputs`: what the first layer of a draft head reads, in one launch."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from specdec.backends.library import op
-from specdec.backends.linear import NORM_ARGUMENTS, has_kernels
-from specdec.backends.linear.reference import rms_norm_twin
+from specdec.backends.library import KERNEL_DTYPES, op
+from specdec.backends.linear import NORM_ARGUMENTS, rms_norm
 
 
 @op(
@@ -17,6 +14,8 @@ from specdec.backends.linear.reference import rms_norm_twin
         states.new_empty(states.shape[0], 2 * states.shape[1]),
         tables.new_empty(positions.shape[0], *tables.shape[1:]),
     ),
+    "linear.inputs",
+    lambda ids, _, states, *rest: states.dtype in KERNEL_DTYPES,
 )
 def joined_inputs(
     ids: torch.Tensor,
@@ -35,18 +34,5 @@ def joined_inputs(
     ids, positions: [T] int64, ids below 0 count as 0. embedding: [V, H], states: [T, H]; weight, state_weight: [H], of
     their norms, see `rms_norm`; all of one dtype. tables: [N, 2, R], a rope's cosines and sines by position.
     """
-    given = (ids, embedding, states, positions, tables, state_weight, weight, eps, offset, is_late)
-    if not has_kernels(states):
-        return joined_inputs_twin(*given)
-    from specdec.backends.triton.linear import inputs
-
-    return inputs.joined_inputs(*given)
-
-
-def joined_inputs_twin(
-    ids: torch.Tensor, embedding: torch.Tensor, states: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `joined_inputs`."""
-    positions, tables, state_weight, weight, *numbers = others
     pairs = (F.embedding(ids.clamp(min=0), embedding), weight), (states, state_weight)
-    return torch.cat([rms_norm_twin(x, w, *numbers) for x, w in pairs], -1), tables[positions]
+    return torch.cat([rms_norm.twin(x, w, eps, offset, is_late) for x, w in pairs], -1), tables[positions]

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.library import op
-from specdec.backends.linear import aligned_rows, has_kernels
 from specdec.backends.linear.reference import joined_twin
 
 BLOCK, NUM_WORDS = 128, 16  # features of a block, and the words that hold them
@@ -29,6 +28,7 @@ MAGIC = {torch.bfloat16: 128, torch.float16: 1024}  # the first numbers whose la
     lambda x, words, scales, bias, activation="": x.new_empty(
         *x.shape[:-1], sum(w.shape[1] for w in words) // (2 if activation else 1)
     ),
+    "linear.packed",
 )
 def packed_linear(
     x: torch.Tensor,
@@ -42,12 +42,11 @@ def packed_linear(
     x: [..., K], bf16 or fp16. words, scales: from `pack`, of x's dtype, with groups of one size, or from `pack_nf4`. W
     is rounded to x's dtype. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
     """
-    if not has_kernels(x):
-        return packed_linear_twin(x, words, scales, bias, activation)
-    from specdec.backends.triton.linear.packed import packed_linear as by_kernel
+    parts = [F.linear(x, unpack(w, s, x.dtype)) for w, s in zip(words, scales, strict=True)]
+    return joined_twin(parts, bias, activation)
 
-    product = by_kernel(aligned_rows(x), words, scales, bias, activation)
-    return product.view(*x.shape[:-1], product.shape[1])
+
+packed_linear_twin = packed_linear.twin
 
 
 def takes(N: int, K: int, group: int) -> bool:
@@ -104,15 +103,3 @@ def unpack(words: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
     halves = scales.T.reshape(-1).view(torch.int16).view(dtype).view(len(values), -1, 2).float()
     scale, offset = halves.repeat_interleave(values.shape[1] // scales.shape[0], 1).unbind(-1)
     return ((values.float() + MAGIC[dtype] + offset) * scale).to(dtype)
-
-
-def packed_linear_twin(
-    x: torch.Tensor,
-    words: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    bias: Sequence[torch.Tensor],
-    activation: str = "",
-) -> torch.Tensor:
-    """See `packed_linear`."""
-    parts = [F.linear(x, unpack(w, s, x.dtype)) for w, s in zip(words, scales, strict=True)]
-    return joined_twin(parts, bias, activation)

@@ -3,13 +3,14 @@
 import torch
 import torch.nn.functional as F
 
-from specdec.backends.experts import has_triton
 from specdec.backends.library import op
 
 
 @op(
     "delta_gates(Tensor a, Tensor b, Tensor log_rates, Tensor bias) -> (Tensor, Tensor)",
     lambda a, b, *_: tuple(a.new_empty(a.shape, dtype=torch.float32) for _ in range(2)),
+    "recurrent.units",
+    lambda *_: True,
 )
 def delta_gates(
     a: torch.Tensor, b: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor
@@ -19,15 +20,4 @@ def delta_gates(
 
     a, b: [T, H], of any strides; log_rates, bias: [H].
     """
-    if not a.is_cuda or not has_triton():
-        return delta_gates_twin(a, b, log_rates, bias)
-    from specdec.backends.triton.recurrent import units
-
-    return units.delta_gates(a, b, log_rates, bias)
-
-
-def delta_gates_twin(
-    a: torch.Tensor, b: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `delta_gates`."""
     return -log_rates.float().exp() * F.softplus(a.float() + bias.float()), b.sigmoid().float()

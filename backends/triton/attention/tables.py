@@ -23,7 +23,7 @@ def _tables_kernel(
 def rope_tables(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: float, is_doubled: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin: `backends.rope.rope_tables_twin`."""
+    """See `specdec.backends.rope.rope_tables`."""
     width, times = frequencies.shape[0], 2 if is_doubled else 1
     shape = (*positions.shape, width * times)
     cos, sin = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.experts.choices import Norm
 from specdec.backends.triton.launch.relaunch import early_and_leading, follows_early, wait_for_others
 from specdec.backends.triton.linear.norms import normalised
 
@@ -140,6 +139,8 @@ def top_scores(
     scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.backends.experts.choices.top_scores`."""
+    shape, scores = (*scores.shape[:-1], k), scores.reshape(-1, scores.shape[-1])
+    scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     num_rows, num = scores.shape
     values = torch.empty(num_rows, k, dtype=dtype or scores.dtype, device=scores.device)
     indices = torch.empty(num_rows, k, dtype=torch.int64, device=scores.device)
@@ -159,7 +160,7 @@ def top_scores(
             num_warps=1 if block <= 512 else 4,
             launch_pdl=is_early,
         )
-    return values, indices
+    return values.view(shape), indices.view(shape)
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -182,10 +183,12 @@ def experts_rms_norm(
     shared: torch.Tensor | None,
     gate: torch.Tensor | None,
     residual: torch.Tensor,
-    norm: Norm,
+    scale: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.backends.experts.choices.experts_rms_norm_twin`."""
-    scale, eps, offset, is_late = norm
+    """See `specdec.backends.experts.choices.experts_rms_norm`."""
     rows, weights, residual = rows.contiguous(), weights.contiguous(), residual.contiguous()
     shared = None if shared is None else shared.contiguous()
     (num_tokens, k), H = weights.shape, rows.shape[1]

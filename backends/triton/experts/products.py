@@ -1,6 +1,6 @@
 """Products of tokens with the experts that they were sent to, without a sort, atomics, or the host.
 
-Twin: `specdec.backends.experts.grouped_linear_twin`. For few rows a program finds the rows of its expert among
+Twin: `specdec.backends.experts.grouped_linear`. For few rows a program finds the rows of its expert among
 all ids by itself and reads a tile of that expert's weight once, which decides the time of a decode; programs of experts
 that nobody chose leave. Above, another launch puts rows in the order of experts first; programs take blocks of them.
 Ids past the last expert are one more expert, of no features: its products are zero. One accumulator sums K in order, so

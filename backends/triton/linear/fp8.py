@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specdec.backends.linear import aligned_rows
 from specdec.backends.triton.launch.relaunch import cached_launch, follows_early
 from specdec.backends.triton.linear.gated_fp8 import gated_fp8, takes
 from specdec.backends.triton.linear.parts import Tile, Tiles
@@ -47,8 +48,9 @@ TILES = Tiles(
 
 
 def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.backends.linear.fp8.quantise`; rows x [M, K], aligned."""
-    num_rows, K = x.shape
+    """See `specdec.backends.linear.fp8.quantise`."""
+    rows = aligned_rows(x)
+    num_rows, K = rows.shape
     group, together = (triton.next_power_of_2(K), 1) if by_row else (128, 16)
     num = triton.cdiv(K, group)
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -57,8 +59,8 @@ def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]
         grid = num_rows, triton.cdiv(num, together)
         is_early = follows_early(num_rows)
         run = cached_launch(_quantise_kernel, 16 if by_row else 4, launch_pdl=is_early)
-        run(grid, x, out, scales, x.stride(0) // 16, K=K, GROUP=group, GROUPS=together, PDL=is_early)
-    return out, scales
+        run(grid, rows, out, scales, rows.stride(0) // 16, K=K, GROUP=group, GROUPS=together, PDL=is_early)
+    return out, scales.view(*x.shape[:-1], num)
 
 
 def fp8_linear(
@@ -68,13 +70,16 @@ def fp8_linear(
     scales: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor],
     dtype: torch.dtype,
-    activation: str,
+    activation: str = "",
 ) -> torch.Tensor:
-    """See `specdec.backends.linear.fp8.fp8_linear`; rows x [M, K]."""
-    if takes(len(x), len(weights[0]), scales, activation):
-        return gated_fp8(x, row_scales, weights, scales, bias, dtype, activation, False)[0]
-    sizes, group = [len(w) for w in weights], -1 if scales[0].dim() == 1 else 0
-    return launch(x, row_scales, weights, scales, sizes, bias, dtype, activation, group, TILES)
+    """See `specdec.backends.linear.fp8.fp8_linear`."""
+    args = _rows(x), _rows(row_scales), weights, scales
+    if takes(len(args[0]), len(weights[0]), scales, activation):
+        product = gated_fp8(*args, bias, dtype, activation, False)[0]
+    else:
+        sizes, group = [len(w) for w in weights], -1 if scales[0].dim() == 1 else 0
+        product = launch(*args, sizes, bias, dtype, activation, group, TILES)
+    return product.view(*x.shape[:-1], product.shape[1])
 
 
 def gated_linear_fp8(
@@ -86,7 +91,13 @@ def gated_linear_fp8(
     dtype: torch.dtype,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.backends.linear.fp8.gated_linear_fp8`; rows x [M, K]. Two launches where rows are many."""
-    if takes(len(x), len(weights[0]), scales, activation):
-        return gated_fp8(x, row_scales, weights, scales, bias, dtype, activation, True)
-    return quantise(fp8_linear(x, row_scales, weights, scales, bias, dtype, activation), False)
+    """See `specdec.backends.linear.fp8.gated_linear_fp8`. Two launches where rows are many."""
+    rows = _rows(x)
+    if not takes(len(rows), len(weights[0]), scales, activation):
+        return quantise(fp8_linear(x, row_scales, weights, scales, bias, dtype, activation), False)
+    made = gated_fp8(rows, _rows(row_scales), weights, scales, bias, dtype, activation, True)
+    return made[0].view(*x.shape[:-1], made[0].shape[1]), made[1].view(*x.shape[:-1], made[1].shape[1])
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])

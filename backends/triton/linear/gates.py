@@ -101,7 +101,7 @@ def _with_rows(x: torch.Tensor, N: int) -> tuple[torch.Tensor, int, int, int]:
     return x, x.numel() // N, 0, N
 
 
-def gate(product: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return activation(gate) * up of the halves of product [M, 2*N], with the bits of `product`'s own: [M, N]."""
-    left, right = product.chunk(2, -1)
-    return apply_gate(left, right, activation)
+def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `specdec.backends.linear.gate`: with the bits of `products.product`'s own."""
+    left, right = x.reshape(-1, x.shape[-1]).contiguous().chunk(2, -1)
+    return apply_gate(left, right, activation).view(*x.shape[:-1], left.shape[1])

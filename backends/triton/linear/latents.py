@@ -1,6 +1,6 @@
 """Products of each head's columns with a matrix of its own, K in order: a row's bits depend on no other row.
 
-Twins: `latent_queries_twin` and `latent_values_twin` of `specdec.backends.linear.latents`.
+Twins: `latent_queries` and `latent_values` of `specdec.backends.linear.latents`.
 """
 
 import torch

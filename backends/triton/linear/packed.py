@@ -1,12 +1,13 @@
 """Products with 4-bit weights that are unpacked in registers. Sums are those of `parts`.
 
-Twin: `specdec.backends.linear.packed.packed_linear_twin`.
+Twin: `specdec.backends.linear.packed.packed_linear`.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from specdec.backends.linear import aligned_rows
 from specdec.backends.triton.linear.parts import Tile, Tiles
 from specdec.backends.triton.linear.quantised import launch
 
@@ -26,8 +27,9 @@ def packed_linear(
     words: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor],
-    activation: str,
+    activation: str = "",
 ) -> torch.Tensor:
-    """See `specdec.backends.linear.packed.packed_linear`; rows x [M, K], aligned."""
-    group, sizes = x.shape[1] // len(scales[0]), [w.shape[1] for w in words]
-    return launch(x, None, words, scales, sizes, bias, x.dtype, activation, group, TILES)
+    """See `specdec.backends.linear.packed.packed_linear`."""
+    group, sizes = x.shape[-1] // len(scales[0]), [w.shape[1] for w in words]
+    product = launch(aligned_rows(x), None, words, scales, sizes, bias, x.dtype, activation, group, TILES)
+    return product.view(*x.shape[:-1], product.shape[1])

@@ -1,6 +1,6 @@
 """Products of rows and quantised weights, of up to three parts: what `fp8` and `packed` launch. See `parts`.
 
-Twins: `specdec.backends.linear.fp8.fp8_linear_twin` and `specdec.backends.linear.packed.packed_linear_twin`.
+Twins: `specdec.backends.linear.fp8.fp8_linear` and `specdec.backends.linear.packed.packed_linear`.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ rows: without shared memory, and without waiting for other warps. On Hopper the 
 of the tensor cores adds, not on their order in it, so a thread has four neighbours. Products of more rows have the same
 bits: wgmma adds the same 16 features at a time.
 
-Twin: `specdec.backends.linear.packed.packed_linear_twin`.
+Twin: `specdec.backends.linear.packed.packed_linear`.
 """
 
 import triton
