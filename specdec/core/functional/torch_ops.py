@@ -1,6 +1,7 @@
 """The two sets of `RoundOps`: torch, which specifies them, and Triton; and the choice between them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from specdec.core.cache.pool import Commit, KVPool
 from specdec.core.cache.tables import write_pages
 from specdec.core.functional import lookup, processors, sampling, spine, tree, verify
 from specdec.core.functional.ops import RoundOps
-from specdec.core.functional.processors import ProcessorState
 from specdec.core.functional.results import pack
 from specdec.core.functional.tree import Frontier, Tree
 from specdec.core.functional.verify import VerifyOutput
@@ -117,14 +117,16 @@ TORCH_OPS = RoundOps(
 )
 
 
-def _verifier(kernel: Callable[..., tuple[torch.Tensor, ...]], num_parts: int) -> Callable[..., VerifyOutput]:
+def _on_parts(
+    kernel: Callable[..., tuple[torch.Tensor, ...]], num_parts: int = 0, result: Callable[..., Any] = VerifyOutput
+) -> Callable[..., Any]:
     """Return `kernel`, which takes the first `num_parts` tensors of a tree, as a function of the tree itself."""
 
-    def verify(*arguments: Any) -> VerifyOutput:
+    def run(*arguments: Any, **shape: int) -> Any:
         parts = [part for a in arguments for part in (a[:num_parts] if isinstance(a, Tree) else (a,))]
-        return VerifyOutput(*kernel(*parts))
+        return result(*kernel(*parts, **shape))
 
-    return verify
+    return run
 
 
 def _triton_ops() -> RoundOps:
@@ -134,59 +136,33 @@ def _triton_ops() -> RoundOps:
     from specdec.backends.triton.sampling import bitmask, draws, law, processors, top
     from specdec.backends.triton.sampling import uniform as sampling
 
-    def line(root: torch.Tensor, drafts: torch.Tensor) -> Tree:
-        return Tree(*chain.chain(root, drafts))
-
     def grow(
-        log_probs: torch.Tensor,
-        tokens: torch.Tensor,
-        before: Frontier,
-        own_bits: torch.Tensor,
-        first_name: int,
-        keeps_first: bool,
+        log_probs: torch.Tensor, tokens: torch.Tensor, before: Frontier, *rest: Any
     ) -> tuple[torch.Tensor, torch.Tensor, Frontier]:
-        of_before = (before.scores, before.names, before.bits)
-        found = tree.grow(log_probs, tokens, *of_before, own_bits, first_name, keeps_first)
+        found = tree.grow(log_probs, tokens, before.scores, before.names, before.bits, *rest)
         return found[0], found[1], Frontier(*found[2:])
-
-    def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
-        return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
-
-    def put_first(drawn: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, own: torch.Tensor | None) -> None:
-        drawn_paths.put_first(drawn, tokens, log_probs, own, (spine.LOG_ACCEPTED, spine.LOG_REFUSED))
-
-    def process(
-        logits: torch.Tensor, draft: Tree, owners: torch.Tensor, num_context: torch.Tensor, state: ProcessorState
-    ) -> torch.Tensor:
-        return processors.process(logits, *draft, owners, num_context, state)
-
-    def cut(verified: VerifyOutput, *state: torch.Tensor) -> VerifyOutput:
-        return VerifyOutput(*trim.trim(verified, *state))
-
-    def impose(verified: VerifyOutput, draft: Tree, rates: torch.Tensor, draws: torch.Tensor) -> VerifyOutput:
-        return VerifyOutput(*imposed.impose(verified, draft.tokens, rates, draws))
 
     return RoundOps(
         name="triton",
-        chain=line,
+        chain=_on_parts(chain.chain, result=Tree),
         best_token=top.best_token,
         top_tokens=top.top_tokens,
         grow=grow,
-        build=build,
-        put_first=put_first,
-        verify_greedy=_verifier(walk.verify_greedy, 2),
-        verify_tree=_verifier(walk.verify_tree, 2),
-        verify_chain=_verifier(walk.verify_chain, 1),
-        verify_spine=_verifier(drawn_paths.verify_spine, 3),
-        process=process,
+        build=_on_parts(tree.build, result=Tree),
+        put_first=partial(drawn_paths.put_first, ranks=(spine.LOG_ACCEPTED, spine.LOG_REFUSED)),
+        verify_greedy=_on_parts(walk.verify_greedy, 2),
+        verify_tree=_on_parts(walk.verify_tree, 2),
+        verify_chain=_on_parts(walk.verify_chain, 1),
+        verify_spine=_on_parts(drawn_paths.verify_spine, 3),
+        process=lambda logits, draft, *rest: processors.process(logits, *draft, *rest),
         law=law.law,
         sample=draws.sample,
         uniforms=sampling.uniform,
         gather_rows=rows.gather_rows,
         keep_last=rows.keep_last,
-        impose=impose,
+        impose=_on_parts(imposed.impose, 1),
         starts=rows.starts,
-        trim=cut,
+        trim=_on_parts(trim.trim),
         emit=trim.emit,
         look_up=lookup.look_up,
         constrain=bitmask.constrain,
