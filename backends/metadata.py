@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.core.batch import AttentionMetadata, ForwardMode, ints_to_device
+from specdec.core.batch import AttentionMetadata, ForwardMode, ancestor_mask, ints_to_device
 
 
 class Placement(NamedTuple):
@@ -170,7 +170,7 @@ def uniform_placement(
     positions = start + (nodes if depths is None else depths)
     if ancestor_bits is not None and tail_depths is not None:
         tail = torch.arange(tail_depths.shape[1], device=prefix_lens.device)
-        is_seen = (ancestor_bits[..., tail // 64] >> tail % 64) & 1 != 0
+        is_seen = ancestor_mask(ancestor_bits, len(tail))
         slots = slots_at(slot_table, rows, start + tail).unsqueeze(1).expand_as(is_seen)
         depths = tail_depths.clamp(max=len(tail)).unsqueeze(1)
         at = torch.where(is_seen, depths, len(tail))  # others go to a column that is cut off

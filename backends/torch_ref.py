@@ -76,8 +76,7 @@ class TorchBackend(AttentionBackend):
         in_prefix = prefix_index < prefix  # [bs, max_prefix]
         prefix_slots = m.slot_table[:, : m.max_prefix].index_select(0, m.rows).long()
         prefix_slots = torch.where(in_prefix, prefix_slots, tail_slots[:, :1])
-        tail_visible = _tail_visible(m, tail_index)  # [bs, q, tail]
-        mask = torch.cat([in_prefix.unsqueeze(1).expand(-1, m.q_len, -1), tail_visible], 2)
+        mask = torch.cat([in_prefix.unsqueeze(1).expand(-1, m.q_len, -1), m.visible_nodes()], 2)
         tail_positions = m.tail_positions if m.tail_positions is not None else prefix + tail_index
         k_pos = torch.cat([prefix_index.expand(m.num_reqs, -1), tail_positions], 1)
         pad, unpad = _ragged_rows(m, device)
@@ -109,14 +108,6 @@ class TorchBackend(AttentionBackend):
         result = _attend(rows, keys, values, plan.mask_for(layer), layer, sinks)
         result = result.reshape(-1, *result.shape[2:])
         out.copy_(result if plan.unpad is None else result[plan.unpad])
-
-
-def _tail_visible(m: AttentionMetadata, tail_index: torch.Tensor) -> torch.Tensor:
-    """[bs, q_len, tail_len] bool: which tail nodes each query sees."""
-    if m.ancestor_bits is not None:
-        return (m.ancestor_bits[..., tail_index // 64] >> tail_index % 64) & 1 == 1
-    query_index = tail_index[m.tail_len - m.q_len :]
-    return (tail_index <= query_index.unsqueeze(1)).expand(m.num_reqs, -1, -1)
 
 
 def _ragged_rows(m: AttentionMetadata, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec.core.functional.tree import Tree, ancestor_mask, build, chain, expand
+from specdec.core.batch import ancestor_mask
+from specdec.core.functional.tree import Tree, build, chain, expand
 from tests.ancestors import words_of
 
 VOCAB_SIZE = 12

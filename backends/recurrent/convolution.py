@@ -7,15 +7,6 @@ from specdec.backends.recurrent.state_pool import ConvInputs, ConvLayer
 from specdec.core.batch import AttentionMetadata
 
 
-def visible_nodes(metadata: AttentionMetadata) -> torch.Tensor:
-    """Return which tail nodes each query sees, itself included: [bs, q_len, tail_len] bool."""
-    m = metadata
-    node = torch.arange(m.tail_len, device=m.rows.device)
-    if m.ancestor_bits is None:
-        return (node <= node[m.tail_len - m.q_len :, None]).expand(m.num_reqs, -1, -1)
-    return (m.ancestor_bits[:, :, node // 64] >> (node % 64) & 1).bool()
-
-
 def from_start(state: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
     """Return state [bs, ...], zeros for requests whose prefix is empty."""
     return torch.where(prefix_lens.view(-1, *[1] * (state.dim() - 1)) > 0, state, 0)
@@ -37,7 +28,7 @@ def conv_tail(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata)
     layer.tail[m.rows.unsqueeze(1), nodes] = x.reshape(m.num_reqs, m.q_len, -1).to(layer.tail.dtype)
     state = from_start(layer.state[m.rows], m.prefix_lens)
     given = torch.cat([state, layer.tail[m.rows, : m.tail_len]], 1)
-    visible = visible_nodes(m)
+    visible = m.visible_nodes()
     num_below = visible.flip(2).cumsum(2).flip(2).unsqueeze(2)  # of the path's nodes, from each to the query
     back = torch.arange(kernel - 1, -1, -1, device=x.device)
     is_it = visible.unsqueeze(2) & (num_below == back.unsqueeze(1) + 1)

@@ -19,7 +19,6 @@ from specdec.backends.recurrent.convolution import (
     conv_tail,
     fold_conv,
     from_start,
-    visible_nodes,
 )
 from specdec.backends.recurrent.state_pool import (
     EPS,
@@ -189,7 +188,7 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
     given, factors = _units(spec, inputs)
     batch = _taken(given, tokens, _keep_rates(inputs.rates, layer))
     state = from_start(layer.state[m.rows], m.prefix_lens)
-    out, new = run_nodes(spec, batch, state, old, visible_nodes(m))
+    out, new = run_nodes(spec, batch, state, old, m.visible_nodes())
     for tail, value in zip((layer.k, layer.u, layer.g), new, strict=True):
         tail[m.rows.unsqueeze(1), torch.arange(first, m.tail_len, device=tail.device)] = value
     return (out.reshape(inputs.v.shape) * factors).to(inputs.v.dtype)

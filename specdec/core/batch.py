@@ -19,6 +19,12 @@ class ForwardMode(Enum):
     DRAFT_EXTEND = auto()
 
 
+def ancestor_mask(bits: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    """Return the mask [bs, q, num_nodes], bool, of ancestor bits [bs, q, W], int64: query q sees node j."""
+    nodes = torch.arange(num_nodes, device=bits.device)
+    return (bits[..., nodes // 64] >> nodes % 64) & 1 != 0
+
+
 @dataclass(frozen=True)
 class AttentionMetadata:
     """Attention metadata of one forward: every request sees its prefix and a tail of new nodes.
@@ -83,6 +89,13 @@ class AttentionMetadata:
         """Return the request of each token of a packed or ragged batch, [T] int64; num_reqs for padding."""
         places = torch.arange(self.positions.shape[0], dtype=torch.int32, device=self.positions.device)
         return torch.searchsorted(self.qo_indptr[1:], places, right=True)
+
+    def visible_nodes(self) -> torch.Tensor:
+        """Return which tail nodes each query sees, itself included: [bs, q_len, tail_len] bool."""
+        if self.ancestor_bits is not None:
+            return ancestor_mask(self.ancestor_bits, self.tail_len)
+        node = torch.arange(self.tail_len, device=self.rows.device)
+        return (node <= node[self.tail_len - self.q_len :, None]).expand(self.num_reqs, -1, -1)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

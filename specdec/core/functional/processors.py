@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.core.batch import ints_to_device, to_device
+from specdec.core.batch import ancestor_mask, ints_to_device, to_device
 from specdec.core.functional.sampling import SamplingParams
-from specdec.core.functional.tree import Tree, ancestor_mask
+from specdec.core.functional.tree import Tree
 
 MAX_ENTRIES = 1024  # tokens that one request biases or bans by themselves
 MAX_BAD_WORDS = 64  # bad words of several tokens

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.core.batch import ancestor_mask
 from specdec.core.config import MAX_TAIL, num_words
 
 
@@ -165,12 +166,6 @@ def force(draft: Tree, probs: Tensor | None, forced: Tensor) -> None:
     if probs is not None:
         is_token = torch.arange(probs.shape[2], device=forced.device) == forced.unsqueeze(2)
         probs.copy_(torch.where(forced.unsqueeze(2) >= 0, is_token.to(probs.dtype), probs))
-
-
-def ancestor_mask(bits: Tensor, num_nodes: int) -> Tensor:
-    """Return the mask [bs, q, num_nodes], bool, of ancestor bits [bs, q, W], int64: query q sees node j."""
-    nodes = torch.arange(num_nodes, device=bits.device)
-    return (bits[..., nodes // 64] >> nodes % 64) & 1 != 0
 
 
 def own_bits(nodes: Tensor, num_nodes: int) -> Tensor:
