@@ -18,7 +18,6 @@ from specdec.backends.experts import choices
 from specdec.backends.gates import ACTIVATIONS, apply_gate_twin
 from specdec.backends.linear import fp8, latents, packed
 from specdec.backends.linear.inputs import joined_inputs
-from specdec.backends.linear.reference import product_twin
 from specdec.backends.recurrent.gates import delta_gates
 from specdec.backends.rope import rope_tables
 from specdec.backends.triton.linear import cublas, gates, inputs, norms, products, tiles
@@ -103,7 +102,7 @@ def test_products_equal_their_twin(place, dtype):
         weight = random(2 * N, K, dtype=dtype, seed=1) * K**-0.5
         for activation, added in ((None, None), (None, bias), ("silu", bias), ("gelu", None), ("gelu_tanh", None)):
             ours = products.product(place(x), place(weight), added, activation)
-            assert_close(ours, product_twin(x, weight, added, activation), steps=3 if activation else 1)
+            assert_close(ours, ops.product_twin(x, weight, added, activation), steps=3 if activation else 1)
 
 
 def summed_in_order(x, weight, block):
@@ -216,7 +215,7 @@ def test_products_by_our_kernel_take_rows_of_any_shape(monkeypatch):
     monkeypatch.setattr(ops, "is_ours", lambda x, weight: True)
     x, weight = random(2, 3, 48, dtype=torch.float16)[..., 16:], random(24, 32, dtype=torch.float16, seed=1)
     for rows in (x, x[:, :1], x[0, 0], x[:0]):
-        ours, twin = ops.linear(rows, weight), product_twin(rows, weight, None, None)
+        ours, twin = ops.linear(rows, weight), ops.product_twin(rows, weight, None, None)
         assert ours.shape == twin.shape
         assert_close(ours, twin)
 

@@ -6,8 +6,8 @@ from torch import fx
 
 from specdec.backends import linear as ops
 from specdec.backends.gates import gate_twin
+from specdec.backends.linear import product_twin
 from specdec.backends.linear.lora import lora, lora_linear, lora_twin
-from specdec.backends.linear.reference import product_twin
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.op import adapter_scope, adapters_of_tokens
 from specdec.backends.triton.linear import adapted, gates, products

@@ -5,6 +5,7 @@ verification and prefills of any batch compute the same values. Kernels of ours 
 elsewhere. Weights are arguments, so traces and checks of addresses see them; nothing waits for the host in a capture.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 
 from specdec.backends.gates import ACTIVATIONS, apply_gate_twin, gate_twin
 from specdec.backends.library import KERNEL_DTYPES, has_triton, op
-from specdec.backends.linear.reference import product_twin
 
 NORM_ARGUMENTS = "Tensor weight, float eps, float offset, bool is_late"
 MOST_PARTS = 3  # of a product's columns that have weights of their own, such as Q, K and V
@@ -129,6 +129,21 @@ def _product(
     rows = x.reshape(-1, x.shape[-1])
     product = cublas.product(rows if rows.stride(1) == 1 else rows.contiguous(), weight, bias, activation)
     return product.view(*x.shape[:-1], product.shape[1])
+
+
+def product_twin(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """See `linear`, and `gated_linear` for an activation; rounded as in transformers."""
+    product = F.linear(x, weight, bias)
+    return product if activation is None else gate_twin(product, activation)
+
+
+def joined_twin(parts: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], activation: str) -> torch.Tensor:
+    """Return products side by side, each with its bias if there are some, or the gate of the first over the second."""
+    parts = [part + b for part, b in zip(parts, bias, strict=True)] if bias else parts
+    product = torch.cat(list(parts), -1)
+    return gate_twin(product, activation) if activation else product
 
 
 def is_ours(x: torch.Tensor, weight: torch.Tensor) -> bool:

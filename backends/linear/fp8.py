@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.library import KERNEL_DTYPES, op
-from specdec.backends.linear import NORM_ARGUMENTS, add_rms_norm, rms_norm
-from specdec.backends.linear.reference import joined_twin
+from specdec.backends.linear import NORM_ARGUMENTS, add_rms_norm, joined_twin, rms_norm
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn

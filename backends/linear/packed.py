@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.library import op
-from specdec.backends.linear.reference import joined_twin
+from specdec.backends.linear import joined_twin
 
 BLOCK, NUM_WORDS = 128, 16  # features of a block, and the words that hold them
 GROUPS = (32, 64)  # features of one scale; or a multiple of BLOCK

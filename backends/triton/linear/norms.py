@@ -1,7 +1,7 @@
 """RMS norms, with or without a residual before them. What a program computes depends on H only, so bits do, too.
 Weights are parameters: they are loaded while the kernel in front still runs.
 
-Twins: `specdec.backends.linear.reference`, and `fp8` for results in FP8.
+Twins: `specdec.backends.linear`, and `fp8` there for results in FP8.
 """
 
 import torch

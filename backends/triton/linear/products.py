@@ -1,6 +1,6 @@
 """Products x @ weight.T, K in order in one accumulator: a row's bits depend on neither the tile nor the other rows.
 
-Twin: `specdec.backends.linear.reference.product_twin`. The tile of weight is the first operand and rows are the second,
+Twin: `specdec.backends.linear.product_twin`. The tile of weight is the first operand and rows are the second,
 so one tensor-core instruction serves few rows and many. Weights come through TMA where their layout allows it.
 """
 
