@@ -76,25 +76,17 @@ class BreakableCapture(Breakable, FullCapture):
 
     def capture(self, body: Body) -> Graph:
         self._require_idle()
-        torch.cuda.synchronize(self.pool.device)
-        with self.pool.on_stream(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # two breaks with nothing between them
-            steps: list[Any] = [self.pool.begin()]  # graphs and breaks, alternating; the last graph is being captured
+            return super().capture(lambda: self._run(body, self.pause))
 
-            def on_break(fn: Break) -> None:
-                steps[-1].capture_end()
-                steps.extend((fn, self.pool.begin()))
-
-            try:
-                outputs = self._run(body, on_break)
-                steps[-1].capture_end()
-            except BaseException:
-                self.pool.give_up(steps[-1])
-                raise
-        return _Segmented(steps, self._call, outputs)
+    def _graph_of(self, parts: list[Any], outputs: Any) -> Graph:
+        return _Segmented(parts, self._call, outputs)
 
 
 class _Segmented(Graph):
+    """steps: graphs and breaks, alternating."""
+
     def __init__(self, steps: list[Any], call: Callable[[Break], None], outputs: Any):
         self._steps = [step if i % 2 else step.replay for i, step in enumerate(steps)]
         self._call = call

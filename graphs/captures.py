@@ -158,12 +158,15 @@ class FullCapture(Capture):
             try:
                 outputs = body()
                 self._last.capture_end()
-                return _Full(self._parts, outputs)
+                return self._graph_of(self._parts, outputs)
             except BaseException:
                 self.pool.give_up(self._last)
                 raise
             finally:
                 self._parts = []
+
+    def _graph_of(self, parts: list[Any], outputs: Any) -> Graph:
+        return _Full(parts, outputs)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Pause garbage collection: it could destroy graphs of a dropped engine, which breaks a running capture."""
