@@ -12,8 +12,8 @@ import specdec
 from specdec.core.cache.pages import Pages
 from specdec.core.cache.prefix import PrefixCache, keys_of
 from specdec.core.config import EngineConfig
-from specdec.core.functional.sampling import SamplingKind
 from specdec.core.prefill.whole import whole_sizes
+from specdec.core.sampling_params import SamplingKind
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy
 from tests.tiny_models import VOCAB, tiny_model

@@ -14,9 +14,9 @@ import specdec
 from specdec import SamplingParams
 from specdec.core.config import CONSTRAINED, GRAPH_SAMPLING, EngineConfig
 from specdec.core.errors import CapacityError, GraphError
-from specdec.core.functional.sampling import SamplingKind
 from specdec.core.functional.tree import Tree
 from specdec.core.functional.verify import VerifyOutput, impose_acceptance
+from specdec.core.sampling_params import SamplingKind
 from specdec.reach.assembly.memory import check_fits
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.state_tensors import pool_tensors, state_tensors, worker_tensors

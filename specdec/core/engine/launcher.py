@@ -25,12 +25,12 @@ from specdec.core.engine.request import Request
 from specdec.core.engine.scheduler import Scheduler
 from specdec.core.engine.tiers import Played, Tiers
 from specdec.core.functional.results import first_tokens
-from specdec.core.functional.sampling import SamplingKind
 from specdec.core.prefill.graphs import PrefillGraphs
 from specdec.core.prefill.whole import NO_NUMBERS, ROOM
 from specdec.core.round.graphs import RoundGraphs
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
+from specdec.core.sampling_params import SamplingKind
 from specdec.graphs.building import rehearse
 from specdec.graphs.captures import collection_paused
 from specdec.graphs.pool import GraphPool

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.core.functional.sampling import SamplingParams
 from specdec.core.metrics import AcceptanceStats
 from specdec.core.outputs import TokenLogprob
+from specdec.core.sampling_params import SamplingParams
 from specdec.core.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:

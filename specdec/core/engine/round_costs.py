@@ -10,7 +10,7 @@ import torch
 from specdec.core.batch import on_device
 from specdec.core.engine.core import Core
 from specdec.core.engine.policy import CostTable
-from specdec.core.functional.sampling import SamplingKind
+from specdec.core.sampling_params import SamplingKind
 from specdec.graphs.shapes import batch_buckets
 
 NEAR, FAR = 64, 4096  # tokens of the contexts, fewer where fewer fit

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.batch import ancestor_mask, ints_to_device, to_device
-from specdec.core.functional.sampling import SamplingParams
 from specdec.core.functional.tree import Tree
+from specdec.core.sampling_params import SamplingParams
 
 MAX_ENTRIES = 1024  # tokens that one request biases or bans by themselves
 MAX_BAD_WORDS = 64  # bad words of several tokens

@@ -12,19 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.sampling_params import NUMBERS, SamplingKind, SamplingParams
+from specdec.core.sampling_params import NUMBERS
+from specdec.core.sampling_params import SamplingParams as SamplingParams
 
-__all__ = [
-    "Guide",
-    "SamplingBatch",
-    "SamplingKind",
-    "SamplingParams",
-    "constrain",
-    "guided",
-    "process_logits",
-    "sample",
-]
-__all__ += ["uniform"]
 FORBIDDEN = -3e4  # a draft's logit that float16 holds, too; nodes that a tree has to spare may still hold such tokens
 
 # splitmix64 (Steele, Lea, Flood 2014), its unsigned constants written as the int64 of the same bits.

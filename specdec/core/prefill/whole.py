@@ -21,9 +21,9 @@ from specdec.core.batch import AttentionMetadata, ForwardMode, host_zeros
 from specdec.core.config import EngineConfig
 from specdec.core.draft.worker import PrefillChunk
 from specdec.core.functional.results import first_tokens
-from specdec.core.functional.sampling import SamplingKind
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
+from specdec.core.sampling_params import SamplingKind
 from specdec.graphs.buffers import BufferSpec
 from specdec.graphs.captures import Capture, pick_capture
 from specdec.graphs.pool import GraphPool

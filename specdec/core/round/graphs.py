@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 from specdec.core.config import EngineConfig, Shape
-from specdec.core.functional.sampling import SamplingKind
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
+from specdec.core.sampling_params import SamplingKind
 from specdec.graphs.buffers import BufferSpec
 from specdec.graphs.building import build
 from specdec.graphs.captures import pick_capture

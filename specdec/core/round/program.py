@@ -25,10 +25,11 @@ from specdec.core.draft.worker import (
     RoundBatch,
 )
 from specdec.core.functional.results import append_logprobs, row_digests, token_logprobs
-from specdec.core.functional.sampling import Guide, SamplingKind
+from specdec.core.functional.sampling import Guide
 from specdec.core.functional.tree import Tree, force
 from specdec.core.functional.verify import VerifyOutput
 from specdec.core.round.parts import Parts
+from specdec.core.sampling_params import SamplingKind
 
 LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
 

@@ -6,7 +6,8 @@ from functools import cached_property
 import torch
 
 from specdec.core.functional.processors import ProcessorState
-from specdec.core.functional.sampling import SamplingBatch, SamplingParams
+from specdec.core.functional.sampling import SamplingBatch
+from specdec.core.sampling_params import SamplingParams
 
 MAX_STOP_IDS = 16
 
