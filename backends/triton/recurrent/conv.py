@@ -3,6 +3,8 @@
 Twins: `backends.recurrent.convolution.conv_tail`, `conv_step` and `conv_extend`.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -178,14 +180,10 @@ def _keep_inputs_kernel(
 
 def conv_tail(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `backends.recurrent.convolution.conv_tail`."""
-    (x, weight, bias, is_silu), m, spec, bits = inputs, metadata, layer.spec, metadata.ancestor_bits
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _conv_tail_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
-        x,
-        weight,
-        bias,
-        out,
-        layer.state,
+    m, spec, bits, num_tokens = metadata, layer.spec, metadata.ancestor_bits, inputs.x.shape[0]
+    tensors, strides, constants = _arguments(inputs, layer)
+    _conv_tail_kernel[(triton.cdiv(spec.channels, BLOCK_C), num_tokens)](
+        *tensors,
         layer.tail,
         m.rows,
         m.prefix_lens,
@@ -193,81 +191,52 @@ def conv_tail(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata)
         m.tail_len - m.q_len,
         m.q_len,
         layer.tail.shape[1],
-        *x.stride(),
-        *weight.stride(),
-        CHANNELS=spec.channels,
+        *strides,
         KERNEL=spec.kernel,
-        HAS_BIAS=bias is not None,
-        SILU=is_silu,
         WORDS=0 if bits is None else bits.shape[2],
         BLOCK_NODES=triton.next_power_of_2(m.tail_len),
         BLOCK=BLOCK_C,
         num_warps=BLOCK_C // 32,
-        **early_and_leading(x.shape[0]),
+        **constants,
+        **early_and_leading(num_tokens),
     )
-    return out
+    return tensors[3]
 
 
 def conv_step(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `backends.recurrent.convolution.conv_step`."""
-    (x, weight, bias, is_silu), spec, kept = inputs, layer.spec, layer.spec.kernel - 1
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _conv_step_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
-        x,
-        weight,
-        bias,
-        out,
-        layer.state,
-        metadata.rows,
-        metadata.prefix_lens,
-        *x.stride(),
-        *weight.stride(),
-        CHANNELS=spec.channels,
-        KEPT=kept,
-        HAS_BIAS=bias is not None,
-        SILU=is_silu,
-        BLOCK=BLOCK_C,
-        num_warps=BLOCK_C // 32,
-        **early_and_leading(x.shape[0]),
-    )
-    return out
+    spec, num_tokens, (tensors, strides, constants) = layer.spec, inputs.x.shape[0], _arguments(inputs, layer)
+    constants |= {"KEPT": spec.kernel - 1, "BLOCK": BLOCK_C, "num_warps": BLOCK_C // 32}
+    args = *tensors, metadata.rows, metadata.prefix_lens, *strides
+    grid = triton.cdiv(spec.channels, BLOCK_C), num_tokens
+    _conv_step_kernel[grid](*args, **constants, **early_and_leading(num_tokens))
+    return tensors[3]
 
 
 def conv_extend(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `backends.recurrent.convolution.conv_extend`."""
-    (x, weight, bias, is_silu), m, spec, kept = inputs, metadata, layer.spec, layer.spec.kernel - 1
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid = triton.cdiv(spec.channels, EXTEND["BLOCK"]), triton.cdiv(x.shape[0], EXTEND["BLOCK_T"])
-    _conv_extend_kernel[grid](
-        x,
-        weight,
-        bias,
-        out,
-        layer.state,
-        m.rows,
-        m.prefix_lens,
-        m.qo_indptr,
-        x.shape[0],
-        m.num_reqs,
-        *x.stride(),
-        *weight.stride(),
-        CHANNELS=spec.channels,
-        KERNEL=spec.kernel,
-        HAS_BIAS=bias is not None,
-        SILU=is_silu,
-        BLOCK_R=requests_block(m.num_reqs),
-        **EXTEND,
-    )
+    m, spec, num_tokens, kept = metadata, layer.spec, inputs.x.shape[0], layer.spec.kernel - 1
+    tensors, strides, constants = _arguments(inputs, layer)
+    grid = triton.cdiv(spec.channels, EXTEND["BLOCK"]), triton.cdiv(num_tokens, EXTEND["BLOCK_T"])
+    of_batch = m.rows, m.prefix_lens, m.qo_indptr
+    constants |= {"KERNEL": spec.kernel, "BLOCK_R": requests_block(m.num_reqs), **EXTEND}
+    _conv_extend_kernel[grid](*tensors, *of_batch, num_tokens, m.num_reqs, *strides, **constants)
     _keep_inputs_kernel[(triton.cdiv(spec.channels, BLOCK_C), m.num_reqs)](
-        x,
+        inputs.x,
         layer.state,
-        m.rows,
-        m.prefix_lens,
-        m.qo_indptr,
-        *x.stride(),
+        *of_batch,
+        *inputs.x.stride(),
         CHANNELS=spec.channels,
         KEPT=kept,
         BLOCK_K=triton.next_power_of_2(kept),
         BLOCK=BLOCK_C,
     )
-    return out
+    return tensors[3]
+
+
+def _arguments(inputs: ConvInputs, layer: ConvLayer) -> tuple[list[Any], tuple[int, ...], dict[str, Any]]:
+    """Return what all kernels take: x, weight, bias, a new output, the state; strides; what they are compiled for."""
+    x, weight, bias, is_silu = inputs
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    constants = {"CHANNELS": layer.spec.channels, "HAS_BIAS": bias is not None, "SILU": is_silu}
+    return [x, weight, bias, out, layer.state], (*x.stride(), *weight.stride()), constants
