@@ -41,9 +41,9 @@ def _impose_kernel(
 
 def impose(verified: VerifyOutput, nodes: torch.Tensor, rates: torch.Tensor, draws: torch.Tensor) -> VerifyOutput:
     """verified: of `nodes` [bs, D] int64, the tokens of trees; rates [S] and draws [bs], float64."""
-    _, accept_lens, tokens, invalid = (t.contiguous() for t in verified)
+    accept_lens, tokens, invalid = (t.contiguous() for t in verified[1:])
     (bs, width), num_nodes = tokens.shape, nodes.shape[1]
-    out_index, out_lens, out_tokens = torch.empty_like(tokens), torch.empty_like(accept_lens), torch.empty_like(tokens)
+    made = [torch.empty_like(t) for t in (tokens, accept_lens, tokens)]
     _impose_kernel[(bs,)](
         rates,
         draws.contiguous(),
@@ -51,13 +51,11 @@ def impose(verified: VerifyOutput, nodes: torch.Tensor, rates: torch.Tensor, dra
         accept_lens,
         tokens,
         invalid,
-        out_index,
-        out_lens,
-        out_tokens,
+        *made,
         D=num_nodes,
         W=width,
         BLOCK_W=triton.next_power_of_2(width),
         num_warps=1,
         **early(),
     )
-    return out_index, out_lens, out_tokens, invalid
+    return made[0], made[1], made[2], invalid

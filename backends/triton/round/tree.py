@@ -164,12 +164,7 @@ def grow(
     next_scores = torch.empty(bs, topk, dtype=torch.float32, device=device)
     next_bits = torch.empty(bs, topk, words, dtype=torch.int64, device=device)
     _grow_kernel[(bs,)](
-        log_probs.contiguous(),
-        tokens.contiguous(),
-        parent_scores.contiguous(),
-        names.contiguous(),
-        bits.contiguous(),
-        own_bits.contiguous(),
+        *(t.contiguous() for t in (log_probs, tokens, parent_scores, names, bits, own_bits)),
         scores,
         parents,
         next_tokens,
@@ -211,11 +206,7 @@ def build(
     shapes = [(bs, num_draft_tokens)] * 3 + [(bs, num_draft_tokens, words)]
     tree = [torch.empty(shape, dtype=torch.int64, device=tokens.device) for shape in shapes]
     _build_kernel[(bs,)](
-        root.contiguous(),
-        tokens.contiguous(),
-        log_probs.contiguous(),
-        parents.contiguous(),
-        depths.contiguous(),
+        *(t.contiguous() for t in (root, tokens, log_probs, parents, depths)),
         torch.empty(bs, num_candidates, dtype=torch.int32, device=tokens.device),
         *tree,
         N=num_candidates,

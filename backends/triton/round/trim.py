@@ -97,23 +97,15 @@ def trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, rem
 
     stop_ids [num_rows, num_stops] int64, -1 padded; remaining [num_rows] int64 is lowered, to 0 where a row is over.
     """
-    accept_index, accept_lens, tokens, invalid = (t.contiguous() for t in verified)
-    bs, width = tokens.shape
-    out_index, out_lens, out_tokens, out_invalid = (
-        torch.empty_like(t) for t in (accept_index, accept_lens, tokens, invalid)
-    )
+    given = [t.contiguous() for t in verified]
+    made = [torch.empty_like(t) for t in given]
+    bs, width = given[2].shape
     _trim_kernel[(bs,)](
         rows,
         stop_ids,
         remaining,
-        accept_index,
-        accept_lens,
-        tokens,
-        invalid,
-        out_index,
-        out_lens,
-        out_tokens,
-        out_invalid,
+        *given,
+        *made,
         W=width,
         NUM_STOPS=stop_ids.shape[1],
         BLOCK_W=triton.next_power_of_2(width),
@@ -121,7 +113,7 @@ def trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, rem
         num_warps=1,
         **early(),
     )
-    return out_index, out_lens, out_tokens, out_invalid
+    return made[0], made[1], made[2], made[3]
 
 
 def emit(
@@ -137,18 +129,16 @@ def emit(
 
     In place: `roots` [num_rows] int64 and, if it `moves`, `seq_lens`; tokens go to history [num_rows, width] int32.
     """
-    _, accept_lens, tokens, invalid = (t.contiguous() for t in verified)
-    bs, width = tokens.shape
-    out = torch.empty(bs, width + 3, dtype=torch.int64, device=tokens.device)
+    given = [t.contiguous() for t in verified[1:]]
+    bs, width = given[1].shape
+    out = torch.empty(bs, width + 3, dtype=torch.int64, device=rows.device)
     _emit_kernel[(bs,)](
         rows,
         seq_lens,
         roots,
         remaining,
         history,
-        accept_lens,
-        tokens,
-        invalid,
+        *given,
         out,
         history.shape[1],
         W=width,
