@@ -5,6 +5,7 @@ and two have odd blocks of 128 features, so sums are those of `quantised`, in th
 of 32 bits, two features each, which takes fewer registers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,12 +140,12 @@ def launch(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     activation: str,
+    counts: Sequence[int],
     num_groups: int,
     constants: dict[str, Any],
 ) -> None:
-    """Fill `out`; num_groups, constants: of `products.grouping`; see `quantised.grouped`."""
-    E, num_blocks, N = exponents.shape
-    num_rows, K = ids.numel(), x.shape[1]
+    """Fill `out`; counts, num_groups, constants: of `products.grouping`; see `quantised.grouped`."""
+    (E, num_blocks, N), K = exponents.shape, x.shape[1]
     few_rows_kernel[(triton.cdiv(N, COLUMNS), num_groups)](
         x,
         ids,
@@ -152,9 +153,7 @@ def launch(
         exponents,
         out if bias is None else bias,
         out,
-        num_rows,
-        num_rows // x.shape[0],
-        int(num_rows <= E),
+        *counts,
         N,
         K,
         num_blocks,
@@ -162,7 +161,7 @@ def launch(
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED,
         LEFT=K % 256,
-        BLOCK_M=8 if num_rows <= 4 * E else 16,  # an expert has more on average
+        BLOCK_M=8 if counts[0] <= 4 * E else 16,  # an expert has more on average
         BLOCK_N=COLUMNS,
         num_warps=4,
         **{name: value for name, value in constants.items() if name != "ROUTED"},

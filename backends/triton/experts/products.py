@@ -223,18 +223,14 @@ def grouped_linear(
     if num_rows == 0:
         return out
     tile = tiling(num_rows, num_experts, x.shape[1], x.element_size(), shared_memory(x.device))
-    order, starts, num_groups, constants = grouping(ids, num_experts, tile.m)
+    lines, num_groups, constants = grouping(x, ids, num_experts, tile.m)
     _grouped_linear_kernel[(triton.cdiv(num_columns, tile.n), num_groups)](
         x,
         ids,
         weight,
         weight if bias is None else bias.contiguous(),
         out,
-        order,
-        starts,
-        num_rows,
-        num_rows // x.shape[0],
-        int(num_rows <= num_experts),
+        *lines,
         num_columns,
         x.shape[1],
         weight.stride(0),
@@ -254,18 +250,20 @@ def grouped_linear(
 
 
 def grouping(
-    ids: torch.Tensor, num_experts: int, block_m: int
-) -> tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]:
-    """Return what `route` does, or `ids` twice where programs look for their rows themselves; how many groups of
-    `block_m` rows there are at most; and those constants of a launch that follow from it."""
+    x: torch.Tensor, ids: torch.Tensor, num_experts: int, block_m: int
+) -> tuple[tuple[Any, ...], int, dict[str, Any]]:
+    """Return what kernels are told of rows: what `route` gives, or `ids` twice where programs look for their rows
+    themselves, then how many there are, of each row of x, and by_row; how many groups of `block_m` rows there are at
+    most; and those constants of a launch that follow from it."""
     num_rows = ids.numel()
     is_routed, num_groups = not is_scanned(num_rows, num_experts), min(num_experts + 1, num_rows)
     is_early = follows_early() and not is_routed
     constants = {"E": num_experts, "ROUTED": is_routed, "PDL": is_early, "launch_pdl": is_early}
+    counts = num_rows, num_rows // x.shape[0], int(num_rows <= num_experts)
     if not is_routed:
-        return ids, ids, num_groups, {**constants, "BLOCK_IDS": FEW if num_rows <= FEW else SCANNED}
+        return (ids, ids, *counts), num_groups, {**constants, "BLOCK_IDS": FEW if num_rows <= FEW else SCANNED}
     constants["BLOCK_IDS"] = triton.next_power_of_2(num_experts + 1)
-    return *route(ids, num_experts), num_groups + num_rows // block_m, constants
+    return (*route(ids, num_experts), *counts), num_groups + num_rows // block_m, constants
 
 
 def route(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -198,9 +198,9 @@ def grouped(
     if num_rows == 0:
         return out
     tile = choose_tile(num_rows, num_experts)
-    order, starts, num_groups, constants = grouping(ids, num_experts, tile.m)
+    lines, num_groups, constants = grouping(x, ids, num_experts, tile.m)
     if not is_fp8 and not constants["ROUTED"] and (INTERPRETED or capability() == 90):
-        few.launch(x, ids, weight, scales, bias, out, activation, num_groups, constants)
+        few.launch(x, ids, weight, scales, bias, out, activation, lines[2:], num_groups, constants)
         return out
     _quantised_experts_kernel[(triton.cdiv(N, tile.n), num_groups)](
         x,
@@ -210,11 +210,7 @@ def grouped(
         scales,
         out if bias is None else bias,
         out,
-        order,
-        starts,
-        num_rows,
-        num_rows // x.shape[0],
-        int(num_rows <= num_experts),
+        *lines,
         N,
         K,
         num_blocks,
