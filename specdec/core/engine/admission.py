@@ -79,19 +79,14 @@ def make_requests(
     skips = FLAG.check("skip_special_tokens", skip_special_tokens)
     before = batch if stop is None else [()] * len(batch)  # in which stop_strings may begin, and no `stop`
     texts = [Detokenizer(tokenizer, strings, prompt, skips) for prompt in before]
+    constraints = _constraints(core, grammar, eos, laws)
+    numbers = [adapter_number(core, name) for name in _per_prompt("adapter", adapter, len(batch))]
     requests = [
-        Request(prompt, array, limit, law, stop_ids, eos, text, special, priority)
-        for prompt, array, limit, law, text in zip(batch, arrays, limits, laws, texts, strict=True)
+        Request(prompt, array, limit, law, stop_ids, eos, text, special, priority, number, deadline=deadline)
+        for prompt, array, limit, law, text, number in zip(batch, arrays, limits, laws, texts, numbers, strict=True)
     ]
-    for request, constraint in zip(requests, _constraints(core, grammar, eos, laws), strict=True):
-        request.constraint = constraint
-    for request, name in zip(requests, _per_prompt("adapter", adapter, len(batch)), strict=True):
-        request.adapter = adapter_number(core, name)
-    if core.config.logprobs is not None:
-        for request in requests:
-            request.logprobs = []
-    for request in requests:
-        request.deadline = deadline
+    for request, constraint in zip(requests, constraints, strict=True):
+        request.constraint, request.logprobs = constraint, None if core.config.logprobs is None else []
     for places, inputs in images:
         embed_prompts(core, [requests[place] for place in places], inputs)
     return requests
