@@ -3,8 +3,8 @@ B @ sums to its own tile before it stores it.
 
 Twins: `product_twin`, `lora_twin`, `gate_twin`, one after the other. Bits are those of `products`, `lora` and `gates`.
 The second launch begins while the first one runs (PDL), and waits for it when its own product is done. All else that it
-reads is complete: the first one lets it begin when all before has ended. Where no row has an adapter, the first one lets
-it begin at once, and it waits before its product, as products without adapters do.
+reads is complete: the first one lets it begin when all before has ended. Where no row has an adapter, it begins at once
+and waits before its product, as products without adapters do.
 """
 
 from collections.abc import Sequence
