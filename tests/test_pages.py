@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import specdec
-from bench.pages import booked
 from specdec.core.sampling_params import SamplingParams
 from tests.faults import Letters, missing_pages
 from tests.heads import ALGOS, MODULES, random_draft
@@ -251,16 +250,3 @@ def test_kept_prefixes_go_first_then_the_youngest_of_the_lowest_priority():
     assert scheduler.grow([old, young], 15) or scheduler.slot_tables.prefixes.num_pages == 0
     scheduler.preempt()
     assert list(scheduler.waiting) == [young] and scheduler.running == [urgent, old]
-
-
-def test_the_bench_books_for_texts_of_any_length_that_is_allowed():
-    engine = engine_of(tiny_model("llama"), None, max_batch=8, num_slots=400, max_seq_len=128)
-    for way, num in (("reserved", 3), ("on demand", 8)):
-        with booked(engine, 100, way):
-            requests = engine.submit([[5, 6, 7 + i] for i in range(8)], max_new_tokens=4, ignore_eos=True)
-            engine.step()
-            assert len(engine._attached().scheduler.running) == num
-            while engine.step():
-                pass
-        assert all(len(r.tokens) == 4 for r in requests)
-    engine.detach()
