@@ -325,7 +325,7 @@ def test_latency_engines():
 
 
 def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):
-    """Every way that is installed writes `generate`'s text; one that is not, or fails, is a row that says so."""
+    """Every way writes `generate`'s text; one that fails is a row that says so."""
     drafts = ("--draft", folders / "head", "--assistant", folders / "twin", "--prompts", folders / "a.jsonl")
     arguments = ("--limit", 3, "--few", 2, "--new-tokens", 6, "--out", tmp_path)
     found = last_line(capsys, monkeypatch, "peers", "--target", folders / "target", *drafts, *arguments)
@@ -335,7 +335,6 @@ def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):
     ours = {"generate", "generate, static cache", "generate_batch", "prompt lookup", "assisted"}
     done = {name for name, r in rows.items() if "error" not in r}
     assert ours | {"specdec, no draft", "specdec, eagle3"} <= done
-    assert all(r["error"] == "not installed" for r in rows.values() if r["version"] is None)
     for name in done:
         row = rows[name]
         assert row["requests"] == (2 if row["one_at_a_time"] else 3)
@@ -393,5 +392,4 @@ def test_a_peer_that_fails_is_a_row():
 
     task = Task(tiny_model("llama"), [[5, 6]], 4)
     assert timed(Way("broken", "specdec", broken), task, task.prompts) == ({"error": "MemoryError: no room"}, None)
-    assert timed(Way("unknown", "no_such_package", broken), task, task.prompts) == ({"error": "not installed"}, None)
     assert task.ends == [2] and task.cut([5, 6, 2, 0]) == [5, 6]

@@ -172,10 +172,10 @@ class Latency(Timing):
 
 
 class Peers(Timing):
-    """Time the same greedy requests by transformers' own ways, other libraries and engines, in one process.
+    """Time the same greedy requests by transformers' own ways and engines, in one process.
 
-    Texts end at EOS or --new-tokens. Ways that take no batch get --few requests, one by one. What fails or is not
-    installed is a row that says so.
+    Texts end at EOS or --new-tokens. Ways that take no batch get --few requests, one by one. What fails is a row that
+    says so.
     """
 
     assistant: str | None = option("A small LM of the vocabulary, for the others; default: shipped-standalone.")

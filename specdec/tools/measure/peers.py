@@ -1,21 +1,16 @@
-"""Times ways to generate the same texts: transformers' own, engines, and another library if it is installed.
+"""Times ways to generate the same texts: transformers' own, and engines.
 
 Each runs twice, and the second time counts; one that fails is a row with its error.
 """
 
-import copy
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import count
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +20,11 @@ from specdec import __version__
 from specdec.api import attach
 from specdec.core.config import EngineConfig
 from specdec.core.functional.sampling import SamplingParams
-from specdec.reach.heads.load import save_head
 from specdec.reach.targets.shape import eos_ids_of
 from specdec.tools.measure.shapes import acceptance_rates
 
 HF = "transformers"
+VERSIONS = {HF: version(HF), "specdec": __version__}
 BLOCK = 256  # tokens of a KV block, transformers' default
 NUM_DRAFTED = 3  # tokens a round, as many as an engine drafts by default
 Row = dict[str, Any]
@@ -109,7 +104,7 @@ def measure(task: Task, ways: Iterable[Way]) -> Iterator[Row]:
     reference: list[list[int]] | None = None
     for way in ways:
         prompts = task.prompts[: task.few] if way.one_at_a_time else task.prompts
-        row: Row = {"what": way.what, "package": way.package, "version": _version(way.package)}
+        row: Row = {"what": way.what, "package": way.package, "version": VERSIONS[way.package]}
         row |= {"requests": len(prompts), "new_tokens": task.new_tokens, "one_at_a_time": way.one_at_a_time}
         found, texts = timed(way, task, prompts)
         if reference is None:
@@ -121,8 +116,6 @@ def measure(task: Task, ways: Iterable[Way]) -> Iterator[Row]:
 
 def timed(way: Way, task: Task, prompts: list[list[int]]) -> tuple[Row, list[list[int]] | None]:
     """Return the numbers of one way and its texts, up to EOS; or an error and None."""
-    if _version(way.package) is None:
-        return {"error": "not installed"}, None
     times = [time.perf_counter()]
     try:
         with way.make() as run:
@@ -148,13 +141,6 @@ def timed(way: Way, task: Task, prompts: list[list[int]]) -> tuple[Row, list[lis
     return row | {"first_s": round(first - begun, 2)}, texts
 
 
-def _version(package: str) -> str | None:
-    """Return the version of an installed package, else None."""
-    if package == "specdec":  # its distribution may have another name
-        return __version__
-    return version(package) if find_spec(package) is not None else None
-
-
 def ways(task: Task, *, compile: bool = False) -> Iterator[Way]:
     """Yield plain `generate` first, which the others' texts are compared with, then engines: a run that is cut short
     has both. compile: engines with compiled layers, too."""
@@ -168,14 +154,8 @@ def ways(task: Task, *, compile: bool = False) -> Iterator[Way]:
     yield Way("generate_batch, graphs", HF, partial(_generate_batch, task, use_cuda_graph=True))
     yield Way("generate_batch", HF, partial(_generate_batch, task))
     yield Way("prompt lookup", HF, partial(_generate, task, prompt_lookup_num_tokens=NUM_DRAFTED), one_at_a_time=True)
-    has_small = task.assistant is not None
-    if has_small:
+    if task.assistant is not None:
         yield Way("assisted", HF, partial(_generate, task, assistant_model=task.assistant), one_at_a_time=True)
-    trained = task.algo == "eagle3" and not task.is_random
-    for technique, applies in (("lookup", True), ("draft_model", has_small), ("eagle3", trained)):
-        if applies:
-            name = f"economize, {technique.replace('_', ' ')}"
-            yield Way(name, "economize", partial(_economize, task, technique))
 
 
 @contextmanager
@@ -254,43 +234,3 @@ def _generate_batch(task: Task, **options: Any) -> Iterator[Run]:
     finally:
         task.model.destroy_cached_continuous_batching_manager()
         task.model.set_attn_implementation(before)  # where the manager failed, its paged one was left
-
-
-@contextmanager
-def _economize(task: Task, technique: str) -> Iterator[Run]:
-    """A ragged batch through `decode_batch`, its CUDA graphs on where there is CUDA."""
-    economize = import_module("economize")
-    config = economize.DecodeConfig(cycle_length=NUM_DRAFTED + 1, cuda_graphs=task.is_cuda)
-
-    def run(prompts: list[list[int]]) -> Texts:
-        rows = [task.tensor(p) for p in prompts]
-        found = peer.decode_batch(rows, task.new_tokens, decoding=config, stop=task.ends or None)
-        accepted = [num for result in found for _, num in result.acceptance]
-        tau = 1 + sum(accepted) / len(accepted) if accepted else None
-        return Texts([result.tokens.tolist() for result in found], tau)
-
-    with TemporaryDirectory() as folder:
-        peer = _economized(task, technique, Path(folder))
-        try:
-            yield run
-        finally:
-            peer.detach()
-
-
-def _economized(task: Task, technique: str, folder: Path) -> Any:
-    """The target with a drafter of economize's attached; drafts reach it through files in `folder`."""
-    economize = import_module("economize")
-    if technique == "eagle3":
-        with attach(task.model, task.draft, task.algo, max_batch=1, cuda_graph=False, prefill_graph="off") as engine:
-            head: Any = engine.draft_module
-            save_head(folder, head, lm_head_from_target=False, dtype=task.model.dtype)
-        return economize.load(task.model, folder)
-    own = import_module(f"economize.techniques.{technique}")
-    if technique == "lookup":
-        return economize.apply(task.model, own.LookupConfig())
-    config = copy.deepcopy(task.assistant.config)
-    config.__dict__.pop("quantization_config", None)  # the mark of a GGUF file: transformers would not save it
-    plain = type(task.assistant)(config).to(task.assistant.dtype)
-    plain.load_state_dict(task.assistant.state_dict())
-    plain.save_pretrained(folder)
-    return economize.apply(task.model, own.DraftModelConfig(model=str(folder)))
