@@ -14,9 +14,9 @@ from specdec.backends.recurrent import recurrent_scope
 from specdec.backends.recurrent.state_pool import ConvSpec, ScanInputs, ScanSpec
 from specdec.core.errors import AttachError
 from specdec.reach.targets.adapters.mixers import Mixers
-from specdec.reach.targets.adapters.overrides import ConfigViews
 from specdec.reach.targets.adapters.primitives import PRIMITIVES
 from specdec.reach.targets.admission.recording import RecurrentCall
+from specdec.reach.targets.overrides import ConfigViews
 from tests.recurrent_models import CONFIGS, recurrent_model
 from tests.recurrent_naive import Naive, record_mixers
 from tests.tiny_models import VOCAB, tiny_model

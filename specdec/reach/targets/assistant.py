@@ -17,9 +17,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import LayerSpec, attention
 from specdec.core.errors import AttachError
-from specdec.reach.targets.adapters.overrides import ConfigViews, evaluating
 from specdec.reach.targets.admission.placement import placement_reasons
 from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.overrides import ConfigViews, evaluating
 from specdec.reach.targets.pretrained import open_draft_model
 from specdec.reach.targets.shape import LAST, TargetShape
 from specdec.reach.targets.standalone import check_vocabulary

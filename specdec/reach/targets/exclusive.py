@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from specdec.reach.targets.adapters.overrides import replaced
+from specdec.reach.targets.overrides import replaced
 
 ATTACHING = threading.RLock()  # held by `attach`: it sets on live models, and on what they share, what it puts back
 _CALL = "_compiled_call_impl"  # called in place of a module's forward and hooks: `module.compile()` sets it

@@ -11,6 +11,8 @@ import numpy as np
 from transformers import modeling_gguf_pytorch_utils
 from transformers.integrations.ggml import _gguf_parse_value
 
+from specdec.reach.targets.overrides import replaced
+
 _READING = threading.RLock()
 
 
@@ -23,20 +25,13 @@ def gguf_read_once() -> Iterator[None]:
         return
     import gguf
 
-    with _READING:
-        ours = [
-            (gguf, "GGUFReader", cache(_quick(gguf.gguf_reader.GGUFReader))),
-            (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-            (modeling_gguf_pytorch_utils, "_gguf_parse_value", _parsed_once(_gguf_parse_value)),
-        ]
-        live = [(owner, name, getattr(owner, name)) for owner, name, _ in ours]
-        try:
-            for owner, name, made in ours:
-                setattr(owner, name, made)
-            yield
-        finally:
-            for owner, name, made in live:
-                setattr(owner, name, made)
+    ours: list[tuple[dict[str, Any], str, Any]] = [
+        (vars(gguf), "GGUFReader", cache(_quick(gguf.gguf_reader.GGUFReader))),
+        (vars(gguf), "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+        (vars(modeling_gguf_pytorch_utils), "_gguf_parse_value", _parsed_once(_gguf_parse_value)),
+    ]
+    with _READING, replaced(ours):
+        yield
 
 
 def _quick(reader: type) -> type:

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from specdec.core.ranges import shown
 from specdec.core.text.embedded import EmbeddedPrompt
-from specdec.reach.targets.adapters.overrides import ConfigViews, evaluating
 from specdec.reach.targets.admission.probe import ModelSpec
 from specdec.reach.targets.exclusive import called_by
+from specdec.reach.targets.overrides import ConfigViews, evaluating
 
 # Arguments of a stack that change nothing here: it runs without a cache, and gives what we ask for.
 IGNORED = frozenset(

@@ -19,8 +19,8 @@ from specdec.backends.linear.lora import MAX_RANK, RANKS, lora
 from specdec.backends.op import adapters_by
 from specdec.graphs import Change
 from specdec.reach.checkpoints.lora import CURE, LowRank, config_reasons, read_lora
-from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.admission.quantised import is_quantised_linear
+from specdec.reach.targets.overrides import replaced
 
 WRONG_PLACE = "not a linear layer below the output head"
 MERGED = "is merged into the model's weights; call unmerge_adapter() first"

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from specdec.graphs import Change, ChangeKind
 from specdec.reach.targets.adapters import Attention, routed
-from specdec.reach.targets.adapters.overrides import evaluating, multiplying
 from specdec.reach.targets.admission.probe import ModelSpec
 from specdec.reach.targets.exclusive import answering
 from specdec.reach.targets.marks import number_layers
+from specdec.reach.targets.overrides import evaluating, multiplying
 
 
 def _places(model: nn.Module, routed: Collection[nn.Module]) -> set[tuple[nn.Module, str]]:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from specdec.reach.targets.adapters.attention import Attention
 from specdec.reach.targets.adapters.experts import Experts, Mxfp4
 from specdec.reach.targets.adapters.mixers import Mixers
-from specdec.reach.targets.adapters.overrides import Warnings
 from specdec.reach.targets.adapters.quantised import Quantised
 from specdec.reach.targets.adapters.ropes import Ropes
+from specdec.reach.targets.overrides import Warnings
 
 
 class Adapter(Protocol):

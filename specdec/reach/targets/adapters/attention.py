@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 
 from specdec.backends import attention
 from specdec.reach.targets.adapters import latents
-from specdec.reach.targets.adapters.overrides import ConfigViews, replaced
 from specdec.reach.targets.marks import layer_id
+from specdec.reach.targets.overrides import ConfigViews, replaced
 
 METHOD = "_attn"
 # As AttentionInterface has it: takes the module, q, k and v [1, heads, T, dim], a mask, and others by name; returns

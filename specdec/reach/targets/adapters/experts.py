@@ -20,8 +20,8 @@ from specdec.backends.experts.choices import weighted_sum
 from specdec.backends.experts.quantised import LARGEST, grouped_fp8, grouped_mxfp4, pack_mxfp4
 from specdec.backends.linear import fp8, has_kernels
 from specdec.core.errors import AttachError
-from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.admission.quantised import is_kind
+from specdec.reach.targets.overrides import replaced
 
 MXFP4 = "Mxfp4GptOssExperts"
 NUM_COMPARED, TOP = 16, 2  # rows, and experts of each

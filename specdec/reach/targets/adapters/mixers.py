@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from specdec.core.errors import AttachError
-from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.adapters.primitives import PRIMITIVES
 from specdec.reach.targets.marks import LayerTurns
+from specdec.reach.targets.overrides import replaced
 
 
 class PrimitiveCall:

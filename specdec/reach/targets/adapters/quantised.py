@@ -17,8 +17,8 @@ from specdec.backends.differences import SEED, bound, distance
 from specdec.backends.linear import has_kernels
 from specdec.backends.linear.fp8 import BLOCK, fp8_linear, quantise
 from specdec.backends.linear.packed import MAGIC, NF4_GROUP, pack, pack_nf4, packed_linear, takes
-from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.admission.quantised import BY_CHANNEL, has_blocks, is_kind, is_stand_in, quantised_linears
+from specdec.reach.targets.overrides import replaced
 
 BUFFERS = ("_specdec_words", "_specdec_scales")  # of a layer, while it is routed: a trace finds them there
 NUM_COMPARED = 16  # rows

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.reach.targets.adapters.overrides import replaced
+from specdec.reach.targets.overrides import replaced
 from specdec.reach.targets.shape import VARYING, position_limit
 
 ORIGINAL = "original_inv_freq"

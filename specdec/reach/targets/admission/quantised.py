@@ -5,7 +5,7 @@ between tokens must be compared without that, or a fault there hides behind it.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from specdec.backends.linear.fp8 import BLOCK, DTYPE
 from specdec.reach.checkpoints.tensors import FLOATS
+from specdec.reach.targets.overrides import replaced
 
 BY_CHANNEL = "CompressedTensorsFP8Linear"  # of transformers, for compressed-tensors' FP8
 # Classes of bitsandbytes, quanto, transformers' FP8, and gptqmodel (GPTQ and AWQ).
@@ -98,23 +99,12 @@ def pack(model: PreTrainedModel) -> None:
         layer(torch.zeros(1, layer.in_features, dtype=like.dtype, device=like.device))
 
 
-@contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
+def stand_ins(model: nn.Module) -> AbstractContextManager[None]:
     """Let quantised layers, and experts in FP8, multiply by plain random matrices of their shape within the context."""
     plain = {m: partial(_plain_product, m.out_features, m.in_features) for m in quantised_linears(model)}
     experts: list[Any] = [m for m in model.modules() if is_kind(m, "FP8Experts")]
     plain |= {m: partial(_plain_experts, m.num_experts) for m in experts}
-    layers = list(plain)
-    before = [layer.__dict__.get("forward") for layer in layers]
-    try:
-        for seed, layer in enumerate(layers):
-            layer.__dict__["forward"] = partial(plain[layer], seed)
-        yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            del layer.__dict__["forward"]
-            if own is not None:
-                layer.__dict__["forward"] = own
+    return replaced((vars(m), "forward", partial(product, seed)) for seed, (m, product) in enumerate(plain.items()))
 
 
 def is_stand_in(layer: nn.Module) -> bool:
