@@ -2,32 +2,24 @@
 
 Random weights, imposed acceptance, random adapters of one rank on all linear layers. A row for plain steps and one for
 rounds of S=3, each: without adapters attached; attached and not asked for; one; all of them in turn. ms of a launch
-through `generate`, without the first token, the median of three calls. The last line is one JSON object.
+through `generate`, without the first token, the median of five pairs of calls. The last line is one JSON object.
 """
 
 import argparse
 import gc
 import json
 import tempfile
-import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from launches import DEVICE, DRAFTS, finish, launch_ms, make_parser  # of this folder
 from safetensors.torch import save_file
 
 from specdec import attach
-from specdec.api import Engine
-from specdec.tools.measure.results import write_results
-from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
+from specdec.tools.measure.shapes import make_head, make_target
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DRAFTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "3:1:4": {"num_steps": 3, "synthetic_acceptance": acceptance_rates(3)},
-}
 
 
 def main() -> None:
@@ -47,14 +39,12 @@ def main() -> None:
                 with attach(model, head, adapters=adapters or (), **limits, **settings) as engine:
                     asked = {"attached": None, "one": names[0], "all": [names[i % args.num] for i in range(args.batch)]}
                     for what, adapter in asked.items() if adapters else [("without", None)]:
-                        ms = launch_ms(engine, prompts, args.new_tokens, adapter)
-                        rows.append({"what": "adapters", "draft": draft, "adapters": what, "ms": round(ms, 4)})
+                        ms = launch_ms(engine, prompts, args.new_tokens, adapter=adapter)
+                        rows.append({"what": "adapters", "draft": draft, "adapters": what, "ms": ms})
                         print(rows[-1], flush=True)
                 del engine
                 gc.collect()
-    if args.out:
-        write_results(args.out, "adapters", args.shape, {**vars(args), "out": None}, rows)
-    print(json.dumps({"rows": rows}))
+    finish(args, "adapters", args.shape, rows)
 
 
 def save_adapter(model: Any, rank: int, folder: Path) -> None:
@@ -70,22 +60,9 @@ def save_adapter(model: Any, rank: int, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
 
 
-def launch_ms(engine: Engine, prompts: list[list[int]], new_tokens: int, adapter: Any) -> float:
-    """Return the ms of a launch, of the request that takes the most."""
-
-    def call(count: int) -> tuple[float, int]:
-        start = time.perf_counter()
-        out = engine.generate(prompts, max_new_tokens=count, ignore_eos=True, do_sample=False, adapter=adapter)
-        return 1e3 * (time.perf_counter() - start), max(r.acceptance.num_rounds for r in out.requests)
-
-    call(new_tokens)
-    first = median(call(1)[0] for _ in range(3))
-    return median((ms - first) / rounds for ms, rounds in (call(new_tokens) for _ in range(3)))
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
     parser.add_argument("--num", type=int, default=16, help="adapters")
     parser.add_argument("--rank", type=int, default=16)
@@ -93,7 +70,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=65)
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
-    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()
 
 

@@ -7,24 +7,21 @@ random EAGLE-3 head and imposed acceptance, without the first token. Medians. Th
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from launches import DEVICE, DRAFTS, finish, launch_ms, make_parser  # of this folder
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
 from specdec import attach
-from specdec.api import Engine
 from specdec.reach.heads.eagle3 import Eagle3Head
 from specdec.reach.heads.fresh import eagle3_config
-from specdec.tools.measure.results import write_results
-from specdec.tools.measure.shapes import acceptance_rates, made_on
+from specdec.tools.measure.shapes import made_on
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMAGE, START, END = 151655, 151652, 151653
 TEXT: dict[str, dict[str, Any]] = {
     "7b": dict(
@@ -37,10 +34,6 @@ TEXT: dict[str, dict[str, Any]] = {
 VISION: dict[str, dict[str, Any]] = {
     "7b": dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584),
     "tiny": dict(depth=2, hidden_size=64, intermediate_size=64, num_heads=4, out_hidden_size=128),
-}
-DRAFTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "3:1:4": {"num_steps": 3, "synthetic_acceptance": acceptance_rates(3)},
 }
 
 
@@ -61,30 +54,24 @@ def main() -> None:
 
     for name, prompt in prompts.items():
         call = {**prompt, "max_new_tokens": 1, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        row("ttft", name, "transformers", timed(lambda call=call: model.generate(**call)))
+        row("ttft", name, "transformers", timed(partial(model.generate, **call)))
     for draft, settings in DRAFTS.items():
         head = make_head(model) if settings else None
         limits = {"max_batch": 1, "max_seq_len": ids.shape[1] + args.new_tokens + 64, "graph_sampling": "greedy"}
         with attach(model, head, **limits, **settings) as engine:
             if not settings:
                 images = engine._attached().target.images
-                row("vision", "image", "specdec", timed(lambda images=images: images.embed(image, False)))
+                row("vision", "image", "specdec", timed(partial(images.embed, image, False)))
             for name, prompt in prompts.items():
-                first = timed(lambda engine=engine, prompt=prompt: generate(engine, prompt, 1))
-                row("ttft", name, f"specdec {draft}", first)
-                row(
-                    "round" if settings else "plain_step",
-                    name,
-                    draft,
-                    launch_ms(engine, prompt, args.new_tokens, first),
-                )
+                first = partial(engine.generate, prompt, max_new_tokens=1, ignore_eos=True, do_sample=False)
+                row("ttft", name, f"specdec {draft}", timed(first))
+                ms = launch_ms(engine, prompt, args.new_tokens)
+                row("round" if settings else "plain_step", name, draft, ms)
             report = engine.report()
             print({name: counts for name, counts in report.runners.items() if counts["eager"] or counts["replays"]})
-        del engine, head
+        del engine, head, first
         gc.collect()
-    if args.out:
-        write_results(args.out, "images", args.shape, {**vars(args), "out": None}, rows)
-    print(json.dumps({"rows": rows}))
+    finish(args, "images", args.shape, rows)
 
 
 def make_model(shape: str) -> Any:
@@ -127,21 +114,10 @@ def make_head(model: Any) -> Any:
     return head.eval().requires_grad_(False)
 
 
-def generate(engine: Engine, prompt: Any, count: int) -> Any:
-    """Generate `count` tokens, whatever they are."""
-    return engine.generate(prompt, max_new_tokens=count, ignore_eos=True, do_sample=False)
-
-
-def launch_ms(engine: Engine, prompt: Any, count: int, first: float) -> float:
-    """Return the ms of a launch after the first token, which takes `first` ms."""
-    rounds = generate(engine, prompt, count).requests[0].acceptance.num_rounds
-    return (timed(lambda: generate(engine, prompt, count), 3) - first) / rounds
-
-
-def timed(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the median ms of `repeats` calls, after two that warm up."""
+def timed(call: Callable[[], Any]) -> float:
+    """Return the median ms of five calls, after two that warm up."""
     found = []
-    for _ in range(repeats + 2):
+    for _ in range(7):
         start = time.perf_counter()
         call()
         if DEVICE == "cuda":
@@ -152,12 +128,11 @@ def timed(call: Callable[[], Any], repeats: int = 5) -> float:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", default="7b", choices=sorted(TEXT))
     parser.add_argument("--side", type=int, default=32, help="of the image, in tokens")
     parser.add_argument("--tokens", type=int, default=64, help="of text around it")
     parser.add_argument("--new-tokens", type=int, default=257)
-    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()
 
 

@@ -7,35 +7,21 @@ write the text of plain ones. The last line is one JSON object.
 
 import argparse
 import gc
-import json
-import time
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from launches import DEVICE, finish, launch_ms, make_parser  # of this folder
 from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig
 
 from specdec import attach
-from specdec.api import Engine
-from specdec.tools.measure.results import write_results
 from specdec.tools.measure.shapes import APART, NO_END, made_on
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAFTS: dict[str, dict[str, Any]] = {"plain": {}, "lookup, S=3": {"algo": "lookup", "num_steps": 3}}
 
 
 def main() -> None:
-    """One engine a way and draft."""
+    """Time prefill and rounds of one engine a way and draft."""
     args = arguments()
-    rows = engine_rows(args)
-    if args.out:
-        write_results(args.out, "latents", "glm-4.7-flash", {**vars(args), "out": None}, rows)
-    print(json.dumps({"rows": rows}))
-
-
-def engine_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time prefill and rounds."""
     model, rows = make_model(args.layers), list[dict[str, Any]]()
     random = torch.Generator().manual_seed(0)
     prompts = torch.randint(5, 150000, (2, args.batch, args.tokens), generator=random).tolist()
@@ -44,15 +30,15 @@ def engine_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         texts = []
         for draft, settings in DRAFTS.items():
             with attach(model, latents=way == "latents", graph_sampling="greedy", **limits, **settings) as engine:
-                _, timed = (call(engine, given, 1)[0] for given in prompts)  # the first one warms up
-                out = call(engine, prompts[1], args.new_tokens)[1]
-                texts.append(out.tokens)
+                _, first = (engine.generate(given, max_new_tokens=1, ignore_eos=True) for given in prompts)
+                texts.append(engine.generate(prompts[1], max_new_tokens=args.new_tokens, ignore_eos=True).tokens)
                 found = engine.report()
                 layers = model.config.num_hidden_layers
                 rows.append(
                     {"way": way, "draft": draft, "pool_gb": round(found.kv_bytes / 1e9, 3)}
                     | {"pool_gb_47_layers": round(found.kv_bytes / 1e9 / layers * 47, 2)}
-                    | {"prefill_ms": round(timed), "round_ms": round(round_ms(engine, prompts[1], args.new_tokens), 3)}
+                    | {"prefill_ms": round(1e3 * first.stats.time_s)}
+                    | {"round_ms": round(launch_ms(engine, prompts[1], args.new_tokens), 3)}
                     | {
                         "latents": found.latents,
                         "bits": found.bits,
@@ -65,7 +51,7 @@ def engine_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             gc.collect()
             torch.cuda.empty_cache()
         assert texts[0] == texts[1], f"{way}: rounds with a draft write another text than plain ones"
-    return rows
+    finish(args, "latents", "glm-4.7-flash", rows)
 
 
 def make_model(num_layers: int) -> Any:
@@ -78,28 +64,13 @@ def make_model(num_layers: int) -> Any:
     return model.eval()
 
 
-def call(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tuple[float, Any]:
-    """Return ms and output of a call of `generate`."""
-    start = time.perf_counter()
-    out = engine.generate(prompts, max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
-    return 1e3 * (time.perf_counter() - start), out
-
-
-def round_ms(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
-    """Return ms of a round, of prompts whose K/V is cached."""
-    first = median(call(engine, prompts, 1)[0] for _ in range(3))
-    timed = [call(engine, prompts, new_tokens) for _ in range(3)]
-    return median((ms - first) / max(r.acceptance.num_rounds for r in out.requests) for ms, out in timed)
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=32768, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=65)
-    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()
 
 

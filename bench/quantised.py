@@ -14,31 +14,25 @@ import gc
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from launches import DEVICE, DRAFTS, launch_ms, make_parser  # of this folder
 
 from specdec import attach
-from specdec.api import Engine
 from specdec.backends.experts.quantised import grouped_mxfp4, grouped_mxfp4_twin, pack_mxfp4
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.launch.ahead import compiling_ahead
 from specdec.backends.triton.linear import fp8 as fp8_kernels
 from specdec.backends.triton.linear import packed as packed_kernels
 from specdec.tools.measure.results import ResultFile
-from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
+from specdec.tools.measure.shapes import make_head, make_target
 from tests import quantised_models
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOORS = {"bf16": 3.54, "fp8": 1.89, "channels": 1.89, "int4": 1.10, "nf4": 1.12, "mxfp4": 0.87}  # ms, at 4.24 TB/s
-DRAFTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "3:1:4": {"num_steps": 3, "synthetic_acceptance": acceptance_rates(3)},
-}
-DRAFTS["3:1:4 fp8"] = {**DRAFTS["3:1:4"], "draft_weights": "fp8"}
+DRAFTS = {**DRAFTS, "3:1:4 fp8": {**DRAFTS["3:1:4"], "draft_weights": "fp8"}}
 MAKE = {"fp8": quantised_models.fp8, "channels": quantised_models.channels}
 MAKE |= {"int4": quantised_models.gptq, "nf4": quantised_models.nf4}
 FP8 = ("fp8", "channels")
@@ -96,28 +90,11 @@ def timed(args: argparse.Namespace, form: str) -> Iterator[dict[str, Any]]:
         with engine:
             for batch in (1,) if how == "own" else (1, 8, 32):
                 key = {"what": "quantised", "form": form, "how": how, "draft": draft, "batch": batch}
-                ms, eager = launch_ms(engine, prompts[:batch], args.new_tokens)
+                ms = launch_ms(engine, prompts[:batch], args.new_tokens)
+                eager = sum(path["eager"] for path in engine.report().paths.values())
                 yield {**key, "ms": ms, "floor_ms": FLOORS[form], "eager": eager, "attach_s": round(attach_s, 1)}
         del engine
         gc.collect()
-
-
-def launch_ms(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:
-    """Return the ms of a launch, of the request that takes the most, and how many paths ran without a graph."""
-
-    def call(count: int) -> tuple[float, int]:
-        start = time.perf_counter()
-        out = engine.generate(prompts, max_new_tokens=count, ignore_eos=True, do_sample=False)
-        return 1e3 * (time.perf_counter() - start), max(r.acceptance.num_rounds for r in out.requests)
-
-    def round_ms() -> float:
-        first = call(1)[0]  # beside it: a host's prefills of many requests vary by milliseconds
-        ms, rounds = call(new_tokens)
-        return (ms - first) / rounds
-
-    call(new_tokens)
-    ms = median(round_ms() for _ in range(5))
-    return round(ms, 4), sum(path["eager"] for path in engine.report().paths.values())
 
 
 def weights(form: str, K: int, sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -220,14 +197,13 @@ def in_a_graph(calls: list[Any]) -> float:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
     parser.add_argument("--drafts", default=",".join(DRAFTS), help="some of these")
     parser.add_argument("--forms", default="bf16,fp8,channels,int4,nf4,mxfp4")
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=129)
     parser.add_argument("--no-products", action="store_true", help="leave out what comes before engines")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()
 
 

@@ -8,12 +8,10 @@ first; the last line is one JSON object. On a CPU it counts operations in place 
 import argparse
 import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from launches import DEVICE, make_parser  # of this folder
 from torch.profiler import ProfilerActivity, profile
 
 from specdec import attach
@@ -21,8 +19,9 @@ from specdec.api import Engine
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.results import write_results
 from specdec.tools.measure.shapes import make_head, make_nextn, make_target
+from specdec.tools.measure.tables import table
 
-IS_CUDA = torch.cuda.is_available()
+IS_CUDA = DEVICE == "cuda"
 ACTIVITY = ProfilerActivity.CUDA if IS_CUDA else ProfilerActivity.CPU
 KIND = torch.autograd.DeviceType.CUDA if IS_CUDA else torch.autograd.DeviceType.CPU
 PROMPT, NEW = 128, 33  # tokens
@@ -34,7 +33,7 @@ def main() -> None:
     """One engine, and its rounds at every batch size."""
     args = arguments()
     fewer = {"num_hidden_layers": args.layers} if args.layers else {}
-    model = make_target(args.shape, "cuda" if IS_CUDA else "cpu", **fewer)
+    model = make_target(args.shape, DEVICE, **fewer)
     draft = DraftShape.parse(args.draft)
     head = None if not draft.steps else make_nextn(model) if args.algo == "nextn" else make_head(args.shape, model)
     settings = {**draft.settings(imposed=True), "max_batch": max(args.batches), "max_seq_len": 256}
@@ -45,7 +44,10 @@ def main() -> None:
         found = sorted(((us / rounds, calls / rounds, name) for name, (us, calls) in spent.items()), reverse=True)
         key = {"what": "kernel", "shape": args.shape, "layers": args.layers, "draft": args.draft, "batch": batch}
         rows += [{**key, "kernel": name, "us": round(us, 2), "calls": round(calls, 2)} for us, calls, name in found]
-        print_rows(f"{args.shape}, {args.draft}, batch {batch}", rows[-len(found) :], args.most)
+        own = rows[-len(found) :]
+        total = {"us": sum(r["us"] for r in own), "calls": sum(r["calls"] for r in own), "kernel": "all"}
+        title = f"{args.shape}, {args.draft}, batch {batch}: µs and calls a round"
+        table(title, [*own[: args.most], total], ("us", "calls", "kernel"), None).print()
     engine.detach()
     if args.out:
         write_results(args.out, "round-kernels", args.shape, {"algo": args.algo, "new_tokens": NEW}, rows)
@@ -69,26 +71,15 @@ def rounds_of(engine: Engine, batch: int, vocab: int) -> tuple[Spent, int]:
     return total, rounds
 
 
-def print_rows(title: str, rows: list[dict[str, Any]], most: int) -> None:
-    """The first `most` of `rows`, and all of them together."""
-    table = Table("µs a round", "calls a round", "µs a call", "kernel", title=title)
-    for row in rows[:most]:
-        a_call = row["us"] / row["calls"] if row["calls"] else 0.0
-        table.add_row(f"{row['us']:.1f}", f"{row['calls']:.1f}", f"{a_call:.2f}", row["kernel"][:90])
-    table.add_row(f"{sum(r['us'] for r in rows):.1f}", f"{sum(r['calls'] for r in rows):.1f}", "", "all")
-    Console(width=130).print(table)
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", default="35b-a3b", help="as `specdec bench latency` has it")
     parser.add_argument("--layers", type=int, default=None, help="fewer than the shape's")
     parser.add_argument("--algo", default="eagle3", choices=("eagle3", "nextn"))
     parser.add_argument("--draft", default="3:1:4", help="S:K:D, or plain")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--most", type=int, default=40, help="kernels to print")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser.parse_args()
 
 
