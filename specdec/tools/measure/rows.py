@@ -61,7 +61,7 @@ class Measure(NamedTuple):
 
 DESCRIBED = """
 acc bits calls callers_saw ci95 emitted expected_differing experts_in_use faults finished flips_per_token free_pages
-hf_new_tokens logits near_ties neighbours_told nodes note notes num_graphs off_prediction only_base
+hf_new_tokens logits near_ties neighbours_told note notes num_graphs off_prediction only_base
 only_here refused replayed rounds rss_mib_end rss_mib_start run runners says status tau_of_starts
 vanished version
 """
@@ -77,8 +77,6 @@ MEASURES = {
     "minutes": Measure("min"),
     "cached_tokens": Measure("tokens"),
     "near_tie": Measure("logits"),
-    "launches": Measure("", "lower"),
-    "kernel_launches": Measure("", "lower"),
     "eager": Measure("", "lower"),
     "nll_difference": Measure("nats/token", ci="nll_ci95"),
     "accepted": Measure("share of rounds"),
@@ -111,7 +109,7 @@ LABELS = {  # where the key's own words would say too little
     **{"predicted_at": "predicted at 1, 2, …", "us": "time", "seconds": "time", "minutes": "time", "nll": "NLL"},
     **{"only_here": "right only here", "only_base": "right only in the first mode", "says": "in words"},
     **{"tok_s_ci95": "±95% of tokens/s"},
-    **{"answer_s": "answers took", "eager": "eager runs", "gaps": "logit gaps", "nodes": "graph nodes"},
+    **{"answer_s": "answers took", "eager": "eager runs", "gaps": "logit gaps"},
     **{"cached_tokens": "cached", "num_graphs": "graphs", "graph_mib_of": "graph memory by runner"},
 }
 IDENTIFYING_FLOATS = frozenset({"temperature", "top_p", "min_p", "repetition_penalty", "alpha"})

@@ -97,30 +97,19 @@ def _timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]
 def idle_share(engine: Engine, prompt: list[int]) -> dict[str, Any]:
     """GPU idle between the rounds of a `generate` call at batch 1, in per cent of the time from one to the next."""
     generate(engine, [prompt], 4)
-
-    def profiled() -> int:
-        out = engine.generate([prompt], max_new_tokens=PROFILED_TOKENS, ignore_eos=True)
-        torch.cuda.synchronize()
-        return out.stats.num_rounds
-
-    found = read_trace(*traced(profiled))
-    return {"idle_percent": found["idle_percent"], "gap_us": found["gap_us"]}
-
-
-def traced(run: Callable[[], Any]) -> tuple[list[dict[str, Any]], Any]:
-    """Return the events of a trace of `run`, which waits for the device by itself, and what `run` returned."""
     with tempfile.TemporaryDirectory() as folder:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-            out = run()
+            out = engine.generate([prompt], max_new_tokens=PROFILED_TOKENS, ignore_eos=True)
+            torch.cuda.synchronize()
         path = Path(folder) / "trace.json"
         prof.export_chrome_trace(str(path))
-        return json.loads(path.read_text())["traceEvents"], out
+        return idle_between(json.loads(path.read_text())["traceEvents"], out.stats.num_rounds)
 
 
-def read_trace(events: list[dict[str, Any]], num_rounds: int) -> dict[str, Any]:
-    """Return launches a round, and nodes and gaps of the last `num_rounds` graph launches of a chrome trace, each of
-    which is a round: those before are the prefill's."""
-    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+def idle_between(events: list[dict[str, Any]], num_rounds: int) -> dict[str, Any]:
+    """Return the gaps between the last `num_rounds` graph launches of a chrome trace, each of which is a round: those
+    before are the prefill's."""
+    calls = (e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver"))
     launches = sorted((e["ts"], e["args"]["correlation"]) for e in calls if "GraphLaunch" in e["name"])
     rounds = {correlation for _, correlation in launches[-num_rounds:]}
     work: dict[int, list[tuple[float, float]]] = defaultdict(list)  # begin and end of what a round's graph did
@@ -135,9 +124,6 @@ def read_trace(events: list[dict[str, Any]], num_rounds: int) -> dict[str, Any]:
         gaps.append(following - end - busy)
         periods.append(following - start)
     return {
-        "launches": round(len(launches) / num_rounds, 2),
-        "kernel_launches": round(sum("LaunchKernel" in e["name"] for e in calls) / num_rounds, 2),
-        "nodes": round(median(len(w) for w in work.values())) if work else 0,
         "idle_percent": round(100 * sum(gaps) / max(sum(periods), 1e-9), 2) if gaps else None,
         "gap_us": round(median(gaps), 1) if gaps else None,
     }
