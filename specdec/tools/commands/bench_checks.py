@@ -93,7 +93,6 @@ class Lossless(Checking):
     limit: int = option("Questions of each of GSM8K and MT-bench (first turns).", 30, min=1)
     batch: list[str] | None = option("Batch sizes of greedy text; default 1,4; of bits 4,1, on CUDA 32,1,8.")
     temperature: float = option("Of sampled text; 0 leaves it out.", 1.0)
-    sampled_batch: int = option("Batch size of sampled text.", 4, min=1)
     shape: list[str] | None = option(f"S:K:D, of bits; default {SHAPES}, on CUDA {CUDA_SHAPES}.")
     way: list[str] | None = option(
         f"How prompts are served, of bits: {', '.join(bitwise.WAYS)}; default: all, on a CPU the first four."
@@ -117,10 +116,10 @@ class Lossless(Checking):
 
         def measured() -> Iterator[Row]:
             if "text" in checks:
-                names = ("temperature", "sampled_batch", "backend")
-                options = {"batches": batches or (1, 4), **{name: getattr(self, name) for name in names}}
                 check = lossless.Check(model, prompts, self.max_new_tokens)
-                yield from lossless.run(check, self._drafts(), tokenizer=tokenizer, **options)
+                options: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "backend")}
+                options |= {"tokenizer": tokenizer, "batches": batches or (1, 4)}
+                yield from lossless.run(check, self._drafts(), **options)
             if "bits" in checks:
                 sizes = batches or ((32, 1, 8) if is_cuda else (4, 1))
                 plan = bitwise.Plan(shapes, sizes, ways, self.max_new_tokens)

@@ -99,7 +99,6 @@ class Latency(Timing):
     )
     tokenizer: str | None = option("'bundled' or a folder; adds rows that end in text. 'own': a --target's.")
     samplings: list[str] | None = option("How tokens are drawn, of greedy, sampled, filtered. [default: greedy]")
-    every_kind: bool = flag("Capture all kinds of sampling, not only those measured.")
     new_tokens: int | None = option("Tokens of the calls that give the time of a token.")
     repeats: int | None = option("Calls that give the time of the first token.")
     hf: bool = flag("First time transformers' own generate on the same model, at batch 1.")
@@ -107,7 +106,7 @@ class Latency(Timing):
 
     def run(self) -> None:
         where, ranks = device_of_rank(device_of(self.device)), num_ranks()
-        options = {name: getattr(self, name) for name in ("label", "budget", "every_kind", "new_tokens", "repeats")}
+        options = {name: getattr(self, name) for name in ("label", "budget", "new_tokens", "repeats")}
         for name in ("batches", "tokens", "ttft_tokens"):
             options[name] = numbers(name.replace("_", "-"), getattr(self, name))
         options |= {name: tuple(listed(getattr(self, name))) or None for name in ("modes", "drafts", "samplings")}
@@ -158,7 +157,7 @@ class Latency(Timing):
         measured = run.rows(self.hf)
         config = self.config(subject.is_random, subject.model, prompts=self.prompts, tokenizer=self.tokenizer)
         config |= {"label": plan.label, "host_probe_ms": host_probe_ms(), "new_tokens": plan.new_tokens}
-        config |= {"every_kind": plan.every_kind, "skipped": run.skipped, "failed": run.failed}  # lists that grow
+        config |= {"skipped": run.skipped, "failed": run.failed}  # lists that grow
         if is_first():
             file = ResultFile(self.out, f"latency-{plan.label}", subject.shape, config)
             rows = self.record(file, measured, _line)

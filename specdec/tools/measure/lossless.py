@@ -101,6 +101,7 @@ AGAINST: dict[str, dict[str, Row]] = {
     "cuda": {"eager": {"cuda_graph": False, "strict": False}, "torch": {"backend": "torch", "strict": False}},
     "cpu": {"recorded": {"cuda_graph": True, "prefill_graph": "breakable"}},
 }
+SAMPLED_BATCH = 4
 DECISIONS = 4  # random decisions that a token takes, at most: each can be flipped by rounding
 CHANCE = 1e-3  # more differing sequences than happen with this probability are not explained by rounding
 
@@ -160,7 +161,6 @@ def run(
     *,
     batches: Sequence[int] = (1, 4),
     temperature: float = 1.0,
-    sampled_batch: int = 4,
     backend: str = "auto",
     **settings: Any,
 ) -> Iterator[Row]:
@@ -177,7 +177,7 @@ def run(
             found = [check.greedy(draft, given, batch, references, tie) for batch in batches]
             if temperature:
                 law, kinds = SamplingParams(temperature, seed=0), AGAINST[model.device.type]
-                given |= {"max_batch": sampled_batch, "graph_sampling": "sampled"}
+                given |= {"max_batch": SAMPLED_BATCH, "graph_sampling": "sampled"}
                 found += check.sampled(draft, given, kinds, law)
             yield from ({"draft": name, **config, "backend": backend, **row} for row in found)
 

@@ -76,8 +76,7 @@ class Plan:
 
     label: of the rows, such as before or after. tokens, ttft_tokens: prompt lengths; of the latter only the time to
     the first token is measured, at batch 1. new_tokens: emitted by the calls that give the time of a token. repeats:
-    of the first token. budget: seconds after which nothing new begins. every_kind: capture graphs of every kind of
-    sampling, instead of those measured. samplings: how tokens are drawn, of SAMPLINGS.
+    of the first token. budget: seconds after which nothing new begins. samplings: how tokens are drawn, of SAMPLINGS.
     """
 
     batches: tuple[int, ...]
@@ -89,7 +88,6 @@ class Plan:
     repeats: int
     label: str = "now"
     budget: float = 1e9
-    every_kind: bool = False
     samplings: tuple[str, ...] = ("greedy",)
 
     def __post_init__(self) -> None:

@@ -100,9 +100,8 @@ class Run:
         took; None where none fits."""
         subject, plan = self.subject, self.plan
         source, algo = (subject.draft, subject.algo and subject.algo.partition(":")[0]) if draft.steps else (None, None)
-        settings: Row = {**draft.settings(subject.is_random), **MODES[mode], "tokenizer": subject.tokenizer}
-        if not plan.every_kind:
-            settings["graph_sampling"] = plan.samplings
+        settings: Row = {**draft.settings(subject.is_random), **MODES[mode], "graph_sampling": plan.samplings}
+        settings["tokenizer"] = subject.tokenizer
         while cells:
             start = time.perf_counter()
             try:
