@@ -183,7 +183,6 @@ class Peers(Timing):
     few: int = option("Requests of the ways that take one at a time.", 4)
     tokens: int = option("Length of random prompts (--shape).", 128)
     new_tokens: int | None = option("Tokens to emit at most; default 128, or 32 on CPU.")
-    compile: bool = flag("Also engines with compiled layers.")
 
     def run(self) -> None:
         where = device_of(self.device)
@@ -209,7 +208,7 @@ class Peers(Timing):
         name = self.shape or Path(self.target or BUNDLED).name.lower()
         config = self.config(task.is_random, model, assistant=self.assistant, prompts=self.prompts)
         file = ResultFile(self.out, "peers", name, config)
-        measured: Iterator[Row] = ({"shape": name, **row} for row in measure(task, ways(task, compile=self.compile)))
+        measured: Iterator[Row] = ({"shape": name, **row} for row in measure(task, ways(task)))
         rows = self.record(file, measured, _line)
         if task.is_random:
             print(IMPOSED)

@@ -141,15 +141,13 @@ def timed(way: Way, task: Task, prompts: list[list[int]]) -> tuple[Row, list[lis
     return row | {"first_s": round(first - begun, 2)}, texts
 
 
-def ways(task: Task, *, compile: bool = False) -> Iterator[Way]:
+def ways(task: Task) -> Iterator[Way]:
     """Yield plain `generate` first, which the others' texts are compared with, then engines: a run that is cut short
-    has both. compile: engines with compiled layers, too."""
+    has both."""
     yield Way("generate", HF, partial(_generate, task))
-    for suffix, is_compiled in (("", False), (", compiled", True))[: 1 + compile]:
-        yield Way(f"specdec, no draft{suffix}", "specdec", partial(_engine, task, None, None, is_compiled))
-        if task.algo is not None:
-            drafted = partial(_engine, task, task.draft, task.algo, is_compiled)
-            yield Way(f"specdec, {task.algo}{suffix}", "specdec", drafted)
+    yield Way("specdec, no draft", "specdec", partial(_engine, task, None, None))
+    if task.algo is not None:
+        yield Way(f"specdec, {task.algo}", "specdec", partial(_engine, task, task.draft, task.algo))
     yield Way("generate, static cache", HF, partial(_static, task))
     yield Way("generate_batch, graphs", HF, partial(_generate_batch, task, use_cuda_graph=True))
     yield Way("generate_batch", HF, partial(_generate_batch, task))
@@ -159,10 +157,10 @@ def ways(task: Task, *, compile: bool = False) -> Iterator[Way]:
 
 
 @contextmanager
-def _engine(task: Task, draft: Any, algo: str | None, compile: bool) -> Iterator[Run]:
+def _engine(task: Task, draft: Any, algo: str | None) -> Iterator[Run]:
     """An engine that holds all requests at once."""
     longest = max(map(len, task.prompts)) + task.new_tokens
-    settings: dict[str, Any] = {"compile": compile, "max_batch": len(task.prompts)}
+    settings: dict[str, Any] = {"max_batch": len(task.prompts)}
     if longest > EngineConfig.max_seq_len:
         settings["max_seq_len"] = longest
     if algo is not None and task.is_random:
