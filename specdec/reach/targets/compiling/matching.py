@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import fx
 
-MULTIPLY = (operator.mul, torch.mul)
-ADD = (operator.add, torch.add)
 CASTS = ("to", "float", "type", "type_as")
 
 
@@ -42,12 +40,12 @@ def operands(node: Any, is_first: Callable[[Any], bool]) -> tuple[Any, Any] | No
 
 def is_sum(node: Any) -> bool:
     """Return whether `node` is a + b."""
-    return is_function(node, *ADD) and not node.kwargs
+    return is_function(node, operator.add, torch.add) and not node.kwargs
 
 
 def is_product(node: Any) -> bool:
     """Return whether `node` is a * b."""
-    return is_function(node, *MULTIPLY) and not node.kwargs
+    return is_function(node, operator.mul, torch.mul) and not node.kwargs
 
 
 def uncast(node: Any) -> Any:
@@ -116,14 +114,14 @@ def replace_pair(
             new.meta = dict(old.meta)
             old.replace_all_uses_with(new)
     for old in pair:
-        erase_upwards(graph, old, lambda n: n.op != "placeholder")
+        erase_upwards(graph, old)
 
 
-def erase_upwards(graph: fx.Graph, node: fx.Node, is_part: Callable[[fx.Node], bool]) -> None:
-    """Erase `node` and the inputs that it alone used, as far as they are parts."""
-    if node.users or not is_part(node):
+def erase_upwards(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase `node` and the inputs that it alone used, but for what the graph is given."""
+    if node.users or node.op == "placeholder":
         return
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for before in inputs:
-        erase_upwards(graph, before, is_part)
+        erase_upwards(graph, before)

@@ -77,7 +77,7 @@ def _quantise_result(graph: fx.Graph, node: fx.Node, source: fx.Node, op: Any) -
         user.replace_all_uses_with(result)
     for user in places:
         graph.erase_node(user)
-    erase_upwards(graph, node, lambda n: n.op != "placeholder")
+    erase_upwards(graph, node)
 
 
 def _operands(node: Any) -> list[list[fx.Node]]:

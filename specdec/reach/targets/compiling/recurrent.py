@@ -36,7 +36,7 @@ def share_keys(graph: fx.GraphModule) -> None:
         for i, source in enumerate(whole):
             old = node.args[i]
             node.update_arg(i, _first(graph.graph, source, old, known))
-            erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
+            erase_upwards(graph.graph, old)
 
 
 def take_over_delta_gates(graph: fx.GraphModule) -> None:
@@ -57,7 +57,7 @@ def take_over_delta_gates(graph: fx.GraphModule) -> None:
         for i, (new, old) in enumerate(zip(results, (decay, strength), strict=True)):
             new.meta = dict(old.meta)
             node.update_arg(4 + i, new)
-            erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
+            erase_upwards(graph.graph, old)
 
 
 def _first(graph: fx.Graph, source: fx.Node, before: fx.Node, known: dict[int, torch.Tensor]) -> fx.Node:

@@ -13,8 +13,6 @@ import torch
 from torch import fx
 
 from specdec.reach.targets.compiling.matching import (
-    ADD,
-    MULTIPLY,
     erase_upwards,
     is_function,
     is_method,
@@ -53,7 +51,7 @@ def hand_over_rotations(graph: fx.GraphModule, op: Any) -> int:
         call.args = (*call.args[:4], tables[q.cos], tables[q.sin])
         for (user, node), source in zip(places, (q.source, k.source), strict=True):
             user.replace_input_with(node, source)
-            erase_upwards(graph.graph, node, _is_part)
+            erase_upwards(graph.graph, node)
         num_rewritten += 1
     return num_rewritten
 
@@ -170,9 +168,3 @@ def _without_batch(graph: fx.Graph, table: fx.Node, is_half: bool) -> fx.Node:
         return element
     with graph.inserting_after(element):
         return graph.call_function(torch.cat, ([element, element], -1))
-
-
-def _is_part(node: fx.Node) -> bool:
-    """Return whether `node` may be a part of a rotation."""
-    parts = (*ADD, *MULTIPLY, operator.sub, operator.neg, operator.getitem, torch.cat, torch.chunk)
-    return is_function(node, *parts) or is_method(node, "unsqueeze")

@@ -61,7 +61,7 @@ def _replace(graph: fx.Graph, node: fx.Node, scores: fx.Node, k: int) -> None:
     node.replace_all_uses_with(chosen)
     for old in (last, node, scores):
         if old is not None and not old._erased:  # to look for it among all nodes would be quadratic
-            erase_upwards(graph, old, lambda n: n.op != "placeholder")
+            erase_upwards(graph, old)
 
 
 def _softmax(scores: fx.Node, values: fx.Node, k: int) -> tuple[fx.Node, str, fx.Node]:

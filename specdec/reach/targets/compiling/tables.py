@@ -58,7 +58,7 @@ def _drop_equal_writes(graph: fx.Graph) -> None:
         if _is_equal_write(node) and all(is_function(n, torch.cat) or _is_equal_write(n) for n in node.args[0].users):
             given = node.args[2]
             graph.erase_node(node)
-            erase_upwards(graph, given, lambda n: True)
+            erase_upwards(graph, given)
 
 
 def _is_equal_write(node: Any) -> bool:
