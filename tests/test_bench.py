@@ -274,7 +274,6 @@ def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
         (("latency", "--shape", "tiny", "--batches", "0"), "--batches (0,): expected at least 1"),
         (("latency", "--shape", "tiny", "--modes", "fast"), "--modes 'fast': expected of compiled"),
         (("latency", "--shape", "tiny", "--samplings", "warm"), "--samplings 'warm': expected of greedy"),
-        (("latency", "--grid", "huge"), "--grid 'huge': expected one of quick"),
         (("peers", "--shape", "tiny", "--target", "bundled"), "--target 'bundled' with --shape tiny"),
         (("peers", "--limit", "-1"), "--limit -1: expected at least 1"),
         (("policy", "--taus", "0.5"), "--taus '0.5': expected a tau from 1 to below 6"),

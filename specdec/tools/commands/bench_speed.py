@@ -84,7 +84,6 @@ class Latency(Timing):
     prompts: Path | None = option("JSON lines; default: random token ids.")
     limit: int | None = option("Prompts to read from the file.")
     label: str = option("Of these rows, such as before or after.", "now")
-    grid: str | None = option("quick, small, full, tiny; default small on CUDA or for a --shape, else quick.")
     batches: list[str] | None = option("Prompts at once, such as 1,8,32.")
     tokens: list[str] | None = option("Prompt lengths, such as 128,8192.")
     ttft_tokens: list[str] | None = option(
@@ -110,7 +109,7 @@ class Latency(Timing):
         for name in ("batches", "tokens", "ttft_tokens"):
             options[name] = numbers(name.replace("_", "-"), getattr(self, name))
         options |= {name: tuple(listed(getattr(self, name))) or None for name in ("modes", "drafts", "samplings")}
-        plan = Plan.of(self.grid or self._grid(where), **options)
+        plan = Plan.of(self._grid(where), **options)
         longest = None
         if self.shape is not None:
             check_alone(self.shape, target=self.target, draft=self.draft, prompts=self.prompts)
