@@ -46,10 +46,8 @@ def main() -> None:
     """Compare, then time engine by engine."""
     args = arguments()
     rows: list[dict[str, Any]] = []
-    with (
-        ResultFile(args.out, "quantised", args.shape, {**vars(args), "out": None}) as file,
-        quantised_models.without_the_hub(),
-    ):
+    file = ResultFile(args.out, "quantised", args.shape, {**vars(args), "out": None})
+    with quantised_models.without_the_hub():
         for row in measured(args):
             print(row, flush=True)
             rows.append(row)

@@ -87,13 +87,12 @@ class Recorded(Reported):
     def record(self, file: ResultFile, measured: Iterable[Row], line: Callable[[Row], str] | None = None) -> list[Row]:
         """Collect rows as they are measured: each is written, and its `line` printed on stderr; then print them all."""
         rows: list[Row] = []
-        with file:
-            for row in measured:
-                rows.append(row)
-                file.write(rows)
-                if line is not None:
-                    print(line(row), file=sys.stderr, flush=True)
-            file.write(rows)  # its config may have grown after the last row
+        for row in measured:
+            rows.append(row)
+            file.write(rows)
+            if line is not None:
+                print(line(row), file=sys.stderr, flush=True)
+        file.write(rows)  # its config may have grown after the last row
         print_rows(rows)
         return rows
 

@@ -1,4 +1,4 @@
-"""Result files of measurements: one JSON each with command, versions, commit and rows, and a page beside it.
+"""Result files of measurements: one JSON each with command, versions, commit and rows.
 
 Absolute paths of the machine are cut to their last part.
 """
@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,16 @@ import torch
 import transformers
 
 from specdec import __version__
-from specdec.tools.measure.page.page import missing_libraries, write_page
-from specdec.tools.measure.rows import read_record, write_whole
+from specdec.tools.measure.rows import write_whole
 
 ABSOLUTE = re.compile(r"(?<![\w.:/-])/(?P<top>[\w.+-]+)(?:/[\w.+-]+)*/?")
 
 
 class ResultFile:
-    """`<what>_<shape>_<gpu>_<date>.json` of a run, written as often as rows come in; its page is rendered on leaving.
+    """`<what>_<shape>_<gpu>_<date>.json` of a run, written as often as rows come in.
 
     An existing file belongs to another run and is left alone: `-2`, `-3`, … are added to the name. No reader ever sees
-    half a file. A page that cannot be rendered is a line on stderr. path: None until the first `write`, and for good
-    if `folder` is None: then nothing is written.
+    half a file. path: None until the first `write`, and for good if `folder` is None: then nothing is written.
     """
 
     def __init__(self, folder: str | Path | None, what: str, shape: str, config: dict[str, Any]):
@@ -39,13 +36,6 @@ class ResultFile:
         self._folder, self._what, self._shape = folder, what, shape
         self._config = config  # written as it is then: its lists may grow
         self._about: dict[str, Any] | None = None
-
-    def __enter__(self) -> "ResultFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.path is not None:
-            _write_page_beside(self.path)
 
     @property
     def name(self) -> str | None:
@@ -66,9 +56,9 @@ class ResultFile:
 
 
 def write_results(folder: str | Path, what: str, shape: str, config: dict[str, Any], rows: Sequence[Any]) -> Path:
-    """Write all rows of a run at once, and the page; return the path. See `ResultFile`."""
-    with ResultFile(folder, what, shape, config) as file:
-        file.write(rows)
+    """Write all rows of a run at once; return the path. See `ResultFile`."""
+    file = ResultFile(folder, what, shape, config)
+    file.write(rows)
     assert file.path is not None
     return file.path
 
@@ -112,22 +102,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return str(found.stdout).strip()
-
-
-def _write_page_beside(path: Path) -> None:
-    missing = missing_libraries()
-    if missing:
-        _warn_once(f"no page beside the results: {missing}")
-        return
-    try:
-        write_page([read_record(path)], path.with_suffix(".html"))
-    except Exception as error:  # the measurement is what counts, and it is on disk
-        print(f"no page beside {path.name}: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-@cache
-def _warn_once(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def _new_file(folder: Path, stem: str) -> Path:

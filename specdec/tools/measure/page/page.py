@@ -23,12 +23,6 @@ KIND_NAMES = {
 }
 
 
-def missing_libraries() -> str:
-    """Return "" if a page can be rendered here, or what is missing and how to install it."""
-    absent = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
-    return f"{' and '.join(absent)} not installed (pip install 'specdec-toolkit[bench]')" if absent else ""
-
-
 def write_page(records: Sequence[Record], path: Path) -> Path:
     """Write the page of `records` to `path`, whole or not at all."""
     write_whole(path, render(records))
@@ -39,8 +33,8 @@ def render(records: Sequence[Record]) -> str:
     """Return the HTML of `records`. ValueError where there are none, or where a library is missing."""
     if not records:
         raise ValueError("a page needs at least one result file")
-    missing = missing_libraries()
-    if missing:
+    if absent := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]:
+        missing = f"{' and '.join(absent)} not installed (pip install 'specdec-toolkit[bench]')"
         raise ValueError(f"a page cannot be rendered: {missing}")
     from jinja2 import Environment, PackageLoader
 
