@@ -3,8 +3,7 @@ B @ sums to its own tile before it stores it.
 
 Twins: `product_twin`, `lora_twin`, `gate_twin`, one after the other. Bits are those of `products`, `lora` and `gates`.
 The second launch begins while the first one runs (PDL), and waits for it when its own product is done. All else that it
-reads is complete: the first one lets it begin when all before has ended. Where no row has an adapter, it begins at once
-and waits before its product, as products without adapters do.
+reads is complete: the first one lets it begin when all before has ended.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from specdec.backends.triton.linear.products import SMALL, dot, finished, launch
 from specdec.backends.triton.linear.shrink import sums_by_adapter
 from specdec.backends.triton.linear.tiles import choose_tile
 
-MOST_ROWS = tl.constexpr(64)  # with 128 of them the ops apart are faster
+MOST_ROWS = 64  # with 128 of them the ops apart are faster
 AHEAD = tl.constexpr(3)  # tiles of B, and the one that is multiplied
 REGISTERS = 184  # of a thread with a gate: programs of both launches fit on a multiprocessor
 SPAN = 8192  # elements of B or of rows that are multiplied at once, but for large ranks
@@ -124,10 +123,6 @@ def _adapted_kernel(
     if LEADS:
         gdc_launch_dependents()
     own = tl.load(adapters + m, mask=m < num_rows, other=0).to(tl.int32)
-    if PDL:
-        of_all = tl.arange(0, MOST_ROWS)
-        if tl.max(tl.load(adapters + of_all, mask=of_all < num_rows, other=0), 0) == 0:
-            gdc_wait()
     total, up = product_sums(
         weight, x, first_m, first_n, num_rows, N, K, stride_w, stride_x,
         TMA, ACTIVATION != "", UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -169,7 +164,7 @@ def lora_linear(
 
     None for many rows, tensors that are not aligned or dense, and parts that do not begin where tiles do.
     """
-    if not 0 < len(x) <= MOST_ROWS.value or x.stride(1) != 1 or not is_aligned(x, weight, bias, *a, *b, *scales):
+    if not 0 < len(x) <= MOST_ROWS or x.stride(1) != 1 or not is_aligned(x, weight, bias, *a, *b, *scales):
         return None
     assert adapters.is_contiguous(), "they are dense"
     N, of_parts = weight.shape[0] // (2 if activation else 1), [of_b.shape[1] for of_b in b]

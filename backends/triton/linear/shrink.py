@@ -63,14 +63,11 @@ def _shrink_by_adapter_kernel(
     K, stride_x = K * UNIT, stride_x * UNIT
     chunk, part, r = tl.program_id(1), tl.program_id(2), tl.arange(0, RANK)
     adapter, rows, counts = _own_tile(adapters, num_rows, tl.program_id(0), ROWS, BLOCK_M)
-    if adapter == 0:
-        if PDL and tl.program_id(0) == 0:  # no row has an adapter: what follows waits before it reads x
-            gdc_launch_dependents()
-            gdc_wait()
-        return
     if PDL:
         gdc_wait()  # adapters are complete before: x is made after them
         gdc_launch_dependents()  # only now: what follows reads x before it waits for this launch
+    if adapter == 0:
+        return
     matrix = picked(a0, a1, a2, part) + (adapter - 1).to(tl.int64) * RANK * K
     low = chunk_sums(x, matrix, rows, counts, chunk, K, stride_x, CHUNK, RANK, UPCAST, BLOCK_M, BLOCK_K)
     at = sums + ((part * tl.num_programs(1) + chunk).to(tl.int64) * num_rows + rows)[None, :] * RANK + r[:, None]
