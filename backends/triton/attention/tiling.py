@@ -51,11 +51,10 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
     shared = shared_memory(m.positions.device)
     rows, most = m.q_len * (layer.num_heads // layer.num_kv_heads), 64
     all_rows, is_fresh = m.positions.shape[0] * layer.num_heads, m.is_packed and m.max_prefix == 0
-    if is_fresh:  # two tiles a processor: none has so many keys more than others that it had to be split
-        rows = triton.cdiv(all_rows, 2 * PROCESSORS)
-    elif m.mode is ForwardMode.EXTEND:  # only a graph's number of tokens is not live
-        most = 128 if row_bytes > 128 and shared > _MOST else 64
-        rows = triton.cdiv(2 * all_rows, PROCESSORS) if m.is_packed else most
+    if m.mode is ForwardMode.EXTEND:  # two tiles a processor; only a graph's number of tokens is not live
+        most = 128 if row_bytes > 128 and shared > _MOST and not is_fresh else 64
+        rows = triton.cdiv(all_rows, 2 * PROCESSORS) if m.is_packed else most
+        rows = most if rows > 32 and not is_fresh else rows
     if dtype.itemsize > 2 or row_bytes > 256 or shared < _AMPLE:
         most = 32 if row_bytes <= 512 or shared >= _AMPLE else 16  # of fp32 one kind of instruction, so equal bits
     if layer.v_in_k:
@@ -64,7 +63,7 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
     block_m = min(max(16, triton.next_power_of_2(rows)), most)
     block_n = 64 if row_bytes <= 256 else 32
     shape = (4, 2, 2) if row_bytes > 256 else (_WIDE if row_bytes > 128 else _NARROW)[block_m]
-    if is_fresh:
+    if is_fresh:  # no tile has so many keys more than others that it had to be split
         shape = (4, 2, 0)
     return Tiling(block_m, block_n if shared >= _AMPLE else block_n // 2, *shape)
 
