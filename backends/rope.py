@@ -11,7 +11,7 @@ from specdec.backends.linear import rms_norm
 def rope_table(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
     """Return the tables [..., head_dim] for positions [...] int64, computed in fp32."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    return Rope(*rope_tables_twin(positions, theta**-exponent, 1.0, True, dtype))
+    return Rope(*rope_tables.twin(positions, theta**-exponent, 1.0, True, dtype))
 
 
 def rotate(x: torch.Tensor, rope: AnyRope) -> torch.Tensor:
@@ -50,6 +50,3 @@ def rope_tables(
     angles = positions.unsqueeze(-1).float() * frequencies.float()
     angles = torch.cat([angles, angles], -1) if is_doubled else angles
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-
-
-rope_tables_twin = rope_tables.twin

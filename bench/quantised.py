@@ -143,12 +143,12 @@ def checks() -> Iterator[dict[str, Any]]:
             made = weights(form, K, sizes)
             x = torch.randn(300, K, device=DEVICE).bfloat16()
             if form in FP8:
-                rows = fp8.quantise_twin(x, form == "channels")
+                rows = fp8.quantise.twin(x, form == "channels")
                 same = all(map(torch.equal, fp8.quantise(x, form == "channels"), rows))
                 yield {"what": "check", "form": form, "product": f"rows of {name}", "off": 0.0, "same_bits": same}
-                theirs = fp8.fp8_linear_twin(*rows, *made, [], x.dtype, activation).float()
+                theirs = fp8.fp8_linear.twin(*rows, *made, [], x.dtype, activation).float()
             else:
-                theirs = packed.packed_linear_twin(x, *made, [], activation).float()
+                theirs = packed.packed_linear.twin(x, *made, [], activation).float()
             results = {n: product(form, x[:n], made, activation)() for n in (1, 4, 16, 32, 50, 64, 128, 300)}
             off = max(float((ours.float() - theirs[:n]).norm() / theirs[:n].norm()) for n, ours in results.items())
             same = all(ours.equal(results[300][:n]) for n, ours in results.items())

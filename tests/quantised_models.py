@@ -22,7 +22,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_pack
 
 from specdec.backends.experts.quantised import grouped_fp8, grouped_fp8_twin
 from specdec.backends.gates import swigluoai
-from specdec.backends.linear.fp8 import fp8_linear, fp8_linear_twin, in_blocks, quantise_twin
+from specdec.backends.linear.fp8 import fp8_linear, in_blocks, quantise
 from specdec.backends.linear.packed import NF4, NF4_GROUP
 
 EXPERTS_IN_FP8 = use_experts_implementation(  # as transformers makes it of a model that it loads
@@ -35,8 +35,8 @@ SHIFTS = range(0, 32, 4)
 def matmul(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The product of FP8 blocks, rows quantised by themselves. On a GPU by our kernel, whose tensor cores add up fewer
     bits than fp32 has: texts of models that round their rows are compared where one product serves both."""
-    linear = fp8_linear if x.is_cuda else fp8_linear_twin
-    return linear(*quantise_twin(x, False), [weight], [scales], [], x.dtype)
+    linear = fp8_linear if x.is_cuda else fp8_linear.twin
+    return linear(*quantise.twin(x, False), [weight], [scales], [], x.dtype)
 
 
 def batched_matmul(
@@ -44,7 +44,7 @@ def batched_matmul(
 ) -> torch.Tensor:
     """Products of rows, each with its expert's weight; on a GPU by our kernel, as `matmul`."""
     grouped = grouped_fp8 if x.is_cuda else grouped_fp8_twin
-    return grouped(*quantise_twin(x, False), expert_ids.unsqueeze(1), weight, scales, x.dtype)
+    return grouped(*quantise.twin(x, False), expert_ids.unsqueeze(1), weight, scales, x.dtype)
 
 
 def grouped_matmul(

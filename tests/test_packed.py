@@ -78,7 +78,7 @@ def test_packed_products_equal_their_twin(num_rows, K, group, dtype, activation)
     x = random(num_rows, K, dtype=dtype)
     for added in ([], bias):
         ours = packed_kernels.packed_linear(x, words, scales, added, activation)
-        close(ours, packed.packed_linear_twin(x, words, scales, added, activation), BITS)
+        close(ours, packed.packed_linear.twin(x, words, scales, added, activation), BITS)
     alone = packed_kernels.packed_linear(x[-1:], words, scales, bias, activation)
     assert alone.equal(packed_kernels.packed_linear(x, words, scales, bias, activation)[-1:])
 
@@ -98,10 +98,10 @@ def test_fp8_products_equal_their_twin(num_rows, K, activation, of):
     sizes = (144, 144) if activation else (144, 16, 256)
     weights, scales = zip(*(of(N, K, N + i) for i, N in enumerate(sizes)), strict=True)
     bias = [random(N) for N in sizes]
-    x, row_scales = fp8.quantise_twin(random(num_rows, K), of is channels)
+    x, row_scales = fp8.quantise.twin(random(num_rows, K), of is channels)
     for added in ([], bias):
         args = (weights, scales, added, torch.bfloat16, activation)
-        close(fp8_kernels.fp8_linear(x, row_scales, *args), fp8.fp8_linear_twin(x, row_scales, *args), BITS)
+        close(fp8_kernels.fp8_linear(x, row_scales, *args), fp8.fp8_linear.twin(x, row_scales, *args), BITS)
     ours = fp8_kernels.fp8_linear(x, row_scales, *args)
     assert ours[-1:].equal(fp8_kernels.fp8_linear(x[-1:], row_scales[-1:], *args))
 
@@ -113,10 +113,10 @@ def test_gated_fp8_products_of_few_rows_have_the_bits_of_others(K, monkeypatch):
     monkeypatch.setattr(fp8_kernels, "gated_fp8", calls)
     monkeypatch.setattr(gated_fp8, "LEAST_BUSY", 0)
     weights, scales = zip(*(blocks(192, K, i) for i in range(2)), strict=True)
-    x, row_scales = fp8.quantise_twin(random(17, K), False)
+    x, row_scales = fp8.quantise.twin(random(17, K), False)
     args = weights, scales, [random(192, seed=i) for i in range(2)], torch.bfloat16, "silu"
     many = fp8_kernels.fp8_linear(x, row_scales, *args)
-    close(many, fp8.fp8_linear_twin(x, row_scales, *args), BITS)
+    close(many, fp8.fp8_linear.twin(x, row_scales, *args), BITS)
     assert not calls.called
     for rows in (1, 4, 16):
         assert fp8_kernels.fp8_linear(x[:rows], row_scales[:rows], *args).equal(many[:rows])
@@ -126,10 +126,10 @@ def test_gated_fp8_products_of_few_rows_have_the_bits_of_others(K, monkeypatch):
 def test_gated_fp8_products_quantise_what_they_give(monkeypatch):
     """In one launch where rows are few, with the bits of two."""
     weights, scales = zip(*(blocks(256, 384, i) for i in range(2)), strict=True)
-    x, row_scales = fp8.quantise_twin(random(17, 384), False)
+    x, row_scales = fp8.quantise.twin(random(17, 384), False)
     args = weights, scales, [random(256, seed=i) for i in range(2)], torch.bfloat16, "silu"
     values, of_values = fp8_kernels.quantise(fp8_kernels.fp8_linear(x, row_scales, *args), False)
-    close(of_values, fp8.quantise_twin(fp8.fp8_linear_twin(x, row_scales, *args), False)[1], BITS)
+    close(of_values, fp8.quantise.twin(fp8.fp8_linear.twin(x, row_scales, *args), False)[1], BITS)
     calls = Mock(side_effect=fp8_kernels.quantise)
     monkeypatch.setattr(fp8_kernels, "quantise", calls)
     monkeypatch.setattr(gated_fp8, "LEAST_BUSY", 0)
@@ -152,7 +152,7 @@ def test_gated_fp8_products_keep_most_multiprocessors_busy(N, is_taken, monkeypa
 def test_rows_are_quantised_as_their_twin_does(by_row):
     x = random(3, 2304)
     x[1] = 0
-    (ours, scales), (theirs, twins) = fp8_kernels.quantise(x, by_row), fp8.quantise_twin(x, by_row)
+    (ours, scales), (theirs, twins) = fp8_kernels.quantise(x, by_row), fp8.quantise.twin(x, by_row)
     assert scales.equal(twins) and not ours[1].float().any()
     num_equal = (ours.float() == theirs.float()).sum().item()
     assert num_equal >= (0.98 if DEVICE.type == "cpu" else 1) * x.numel()  # the interpreter rounds some wrongly
@@ -248,7 +248,7 @@ def test_bits_of_experts_in_mxfp4_depend_on_neither_rows_nor_tiles(K, activation
 @pytest.mark.parametrize(("num_tokens", "activation"), [(3, ""), (150, "silu")])
 def test_products_with_experts_in_fp8_equal_their_twin(num_tokens, activation):
     weight, scales = map(torch.stack, zip(*(blocks(160, 384, seed) for seed in range(4)), strict=True))
-    x, row_scales = fp8.quantise_twin(random(num_tokens, 384), False)
+    x, row_scales = fp8.quantise.twin(random(num_tokens, 384), False)
     ids = torch.arange(2 * num_tokens, device=DEVICE).view(-1, 2) % 5
     args = weight, scales, torch.bfloat16, activation
     ours = grouped(x, row_scales, ids, weight, scales, None, *args[2:])

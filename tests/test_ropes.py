@@ -5,7 +5,7 @@ import torch
 import transformers as tf
 
 import specdec
-from specdec.backends.rope import rope_tables_twin
+from specdec.backends.rope import rope_tables
 from specdec.backends.triton.attention import tables
 from specdec.reach.targets.shape import rope_limit
 from tests.heads import random_head
@@ -73,7 +73,7 @@ def test_the_kernel_of_tables_is_its_twin(is_doubled, dtype):
     frequencies = 1e4 ** -(torch.arange(24, device=DEVICE) / 24)
     for ours, theirs in zip(
         tables.rope_tables(positions, frequencies, 1.25, is_doubled, dtype),
-        rope_tables_twin(positions, frequencies, 1.25, is_doubled, dtype),
+        rope_tables.twin(positions, frequencies, 1.25, is_doubled, dtype),
         strict=True,
     ):
         assert ours.shape == theirs.shape == (1, 5, 48 if is_doubled else 24) and ours.dtype == dtype

@@ -111,9 +111,6 @@ def gated_linear_fp8(
     return quantise.twin(fp8_linear.twin(x, row_scales, weights, scales, bias, dtype, activation), False)
 
 
-quantise_twin, fp8_linear_twin = quantise.twin, fp8_linear.twin
-
-
 def takes(N: int, K: int) -> bool:
     """Return whether there are products with weights [N, K] by blocks."""
     return N % 16 == 0 and K % BLOCK == 0

@@ -46,9 +46,6 @@ def packed_linear(
     return joined_twin(parts, bias, activation)
 
 
-packed_linear_twin = packed_linear.twin
-
-
 def takes(N: int, K: int, group: int) -> bool:
     """Return whether there is a layout for weights [N, K] with a scale for `group` features."""
     return N % 16 == 0 and K % BLOCK == 0 and K % group == 0 and (group in GROUPS or group % BLOCK == 0)

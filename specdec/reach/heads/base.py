@@ -10,7 +10,7 @@ from torch import nn
 
 from specdec.backends.base import LayerSpec
 from specdec.backends.linear import linear
-from specdec.backends.rope import Rope, rope_table, rope_tables_twin
+from specdec.backends.rope import Rope, rope_table, rope_tables
 from specdec.core.draft.head import Attend, DraftHead
 
 
@@ -163,4 +163,4 @@ def layer_rope(c: LayerConfig, positions: torch.Tensor, dtype: torch.dtype) -> R
     shape = LlamaConfig(hidden_size=c.hidden_size, num_attention_heads=c.num_heads, head_dim=c.head_dim)
     shape.rope_parameters = parameters
     inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](shape, positions.device)
-    return Rope(*rope_tables_twin(positions, inv_freq, scale, True, dtype))
+    return Rope(*rope_tables.twin(positions, inv_freq, scale, True, dtype))
