@@ -1,8 +1,8 @@
-"""CUDA graphs: what runs (`GraphRunner`) × how it is captured (`Capture`), in buckets of requests or tokens.
+"""CUDA graphs of callables: runners (`GraphRunner`) and captures (`Capture`), in buckets of requests or tokens.
 
 Captures callables, whole or in segments; knows neither models nor draft algorithms. A runner is warmed up, captured and
-sealed before the first live batch; from then on a batch replays the smallest bucket that holds it, or runs eagerly and
-is counted.
+sealed before the first live batch; from then on a batch replays the graph of the smallest bucket that holds it, or runs
+eagerly. Both are counted.
 """
 
 import typing

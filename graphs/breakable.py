@@ -1,8 +1,8 @@
-"""Breakable CUDA graphs: a callable is captured in segments, and work that cannot be captured runs between them.
+"""Breakable CUDA graphs: a callable is captured in segments; work that cannot be captured runs between them.
 
-While a callable is captured, `interrupt(fn)` ends the segment, keeps `fn` and begins the next segment in the same pool;
-a replay launches the segments in order and calls each `fn` in its place. No compiler is needed, and Python between
-breaks runs only during the capture. Captures in flight are tracked per thread and per capture, so engines never clash.
+During a capture, `interrupt(fn)` ends the segment, keeps `fn` and begins the next segment in the same pool. A replay
+launches the segments in order and calls each `fn` in its place; other Python code runs only during the capture. No
+compiler is needed. Captures in progress are tracked per thread and Capture object, so engines do not interfere.
 """
 
 import itertools
@@ -34,20 +34,19 @@ class Breakable(Capture):
         self._thread = _Thread()
 
     def interrupt(self, fn: Break) -> None:
-        """Run `fn` at this point of every replay, outside the graph that this thread is capturing. It must write its
-        results to static buffers. It is not called during the capture, when segments compute nothing; outside a capture
-        it runs immediately.
+        """Break the graph that this thread is capturing: every replay calls `fn` here, between two segments.
 
-        Raises GraphError for a break within a break.
+        `fn` must write its results to static buffers. It is not called during the capture itself, in which segments
+        compute nothing. Outside a capture it is called at once. GraphError for a break within a break.
         """
         if self._thread.is_breaking:
-            raise GraphError("a break within a break: what runs between two segments must not break the graph itself")
+            raise GraphError("a break within a break: a callable given to interrupt() must not call interrupt()")
         (self._thread.on_break or self._call)(fn)
 
     def _require_idle(self) -> None:
         """Raise GraphError if this thread is already capturing, or is in a break."""
         if self._thread.on_break is not None or self._thread.is_breaking:
-            raise GraphError("a capture within a capture: breakable graphs do not nest")
+            raise GraphError("a capture within a capture or break: breakable graphs do not nest; end that one first")
 
     def _run(self, body: Body, on_break: Callable[[Break], None]) -> Any:
         """Run `body` and pass its breaks to `on_break`."""
@@ -66,7 +65,8 @@ class Breakable(Capture):
 
 
 class BreakableCapture(Breakable, FullCapture):
-    """Captures segments as CUDA graphs, replayed in order on the current stream."""
+    """Captures a callable as CUDA graphs, one per segment between breaks, replayed in order on the current stream. A
+    replay raises GraphError, which names the segment or break that failed."""
 
     name = "breakable"
 
@@ -104,7 +104,7 @@ class _Segmented(Graph):
 
 
 class RecordedBreakable(Breakable, RecordedCapture):
-    """For machines without CUDA: a replay re-runs the callable on its static inputs, breaks included."""
+    """Breakable capture for machines without CUDA: a replay re-runs the callable and its breaks on static inputs."""
 
     name = "recorded, breakable"
 

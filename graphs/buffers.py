@@ -9,11 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One input of a runner.
+    """Declares one static input of a runner: its shape, dtype and padding.
 
-    shape(size): its shape for `size` requests or tokens; axis: the dimension that counts them, None for an input
-    that is as large in every batch; pad: the value written to the rows past the live ones before every replay; it must
-    be safe to compute with.
+    shape(size): its shape for `size` requests or tokens; axis: the dimension that counts them, None for an input of
+    the same shape in every batch; pad: the value written before every replay to the rows past the live ones, which the
+    graph computes too. ValueError for a pad that the dtype cannot hold.
     """
 
     name: str
@@ -25,11 +25,12 @@ class BufferSpec:
     def __post_init__(self) -> None:
         stored = torch.tensor(self.pad, dtype=self.dtype, device="cpu").item()  # on the host: no sync
         if stored != self.pad and not self.dtype.is_floating_point:
-            raise ValueError(f"pad={self.pad!r} of input {self.name!r}: {self.dtype} holds {stored!r} instead")
+            held = f"{self.dtype} holds {stored!r} instead"
+            raise ValueError(f"pad={self.pad!r} of input {self.name!r}: {held}; pass a value that it can hold")
 
 
 class StaticBuffers:
-    """One tensor per spec, as large as the largest bucket needs; smaller buckets use its front."""
+    """Input buffers: a static tensor per BufferSpec, sized for the largest bucket; smaller ones use its first rows."""
 
     def __init__(
         self,
@@ -38,7 +39,8 @@ class StaticBuffers:
         device: torch.device,
         shared: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ):
-        """shared: tensors to use as the buffers of these names; an input already in its buffer is not copied."""
+        """largest: requests or tokens of the largest bucket. shared: tensors to use as buffers, by name; an input that
+        is already in its buffer is not copied. ValueError for names that repeat."""
         self.specs = {s.name: s for s in specs}
         if len(self.specs) != len(specs):
             raise ValueError(f"inputs {[s.name for s in specs]}: expected names that differ")
@@ -50,13 +52,13 @@ class StaticBuffers:
         }
 
     def views(self, size: int) -> dict[str, torch.Tensor]:
-        """Return the inputs of a graph of `size`: views of the same memory at every call."""
+        """Return the inputs of a graph of `size` requests or tokens: views of the same memory at every call."""
         return {name: self._rows(name, 0, size) for name in self.specs}
 
     def load(self, inputs: Mapping[str, torch.Tensor | None], num: int, size: int) -> None:
-        """Copy `num` rows of each input to its buffer and pad up to `size`; ValueError for wrong names or shapes.
+        """Copy `num` rows of each input to its buffer and pad up to `size`.
 
-        Inputs may be in pinned host memory.
+        Inputs may be in pinned host memory. ValueError for wrong names, shapes or dtypes.
         """
         for name, value in self.check(inputs, num).items():
             if value.data_ptr() != self.tensors[name].data_ptr():
@@ -65,7 +67,7 @@ class StaticBuffers:
                 self._rows(name, num, size).fill_(self.specs[name].pad)
 
     def check(self, inputs: Mapping[str, torch.Tensor | None], num: int) -> dict[str, torch.Tensor]:
-        """Return the inputs of a batch of `num`, without those that are None; ValueError for wrong names or shapes."""
+        """Return the inputs of a batch of `num` that are not None; ValueError for wrong names, shapes or dtypes."""
         given = {name: value for name, value in inputs.items() if value is not None}
         if given.keys() != self.specs.keys():
             raise ValueError(f"a batch gives inputs {sorted(given)}: expected {sorted(self.specs)}")

@@ -1,4 +1,4 @@
-"""Builds all graphs of an engine: warms everything up, captures the largest first, seals."""
+"""Builds all graphs of an engine: warms up every size, captures the largest first, seals the runners."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from specdec.graphs.runner import GraphRunner
 from specdec.graphs.shapes import ShapeKey
 
 OUT_OF_MEMORY = "out of memory when it was captured"
-NOT_CAPTURABLE = "it does what cannot be captured"
-ALIKE_FROM = 128  # larger sizes have much the same kernels
+NOT_CAPTURABLE = "it does what cannot be captured"  # most likely it reads a tensor on the host
+ALIKE_FROM = 128  # requests or tokens; larger sizes use much the same kernels
 
 
 def build(
@@ -29,10 +29,10 @@ def build(
 ) -> None:
     """Warm up and capture every key of `runners`, which share `capture`, then seal them; rank 0 shows a progress bar.
 
-    lower: settings the user can lower if memory runs out; avoid: the argument that turns these graphs off. A key that
-    cannot be captured gives a warning and runs eagerly from then on; smaller ones may still succeed. Under strict,
-    GraphError ends the build instead. settle: waits for the device after each warm-up, where other ranks run the same
-    and wait for each other in it; one that fails ends the build.
+    lower, avoid: for messages: the settings to lower if memory runs out, and the argument that turns these graphs off.
+    A key that cannot be captured gives a warning and runs eagerly from then on; smaller ones may still succeed. Under
+    strict, GraphError ends the build instead. settle: with tensor parallelism, waits for the device after each warm-up,
+    in which ranks wait for each other; a warm-up that fails then ends the build.
     """
     jobs = [(runner, key) for runner in runners for key in runner.keys]
     jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
@@ -52,7 +52,7 @@ def build(
 
 
 def progress_bar(total: int, desc: str, unit: str) -> Any:
-    """Return a bar that goes when it is done, shown on a terminal by rank 0 alone."""
+    """Return a progress bar, shown only on a terminal and by rank 0, and removed when done."""
     is_other_rank = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
     return tqdm(total=total, desc=desc, unit=unit, leave=False, disable=is_other_rank or None)
 
@@ -62,12 +62,12 @@ def rehearse(
     within: AbstractContextManager[Callable[[], int]] | None,
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `prepare`, and warm-ups of every variant of `runners` at the largest size, and of `Setup.rehearsed` at a size
-    for each power of two up to ALIKE_FROM, where kernels change; the largest alone if that finds all its kernels.
+    """Run the warm-ups of `runners` within a context that compiles kernels without launching them.
 
-    within: a context in which kernels are compiled and not launched, so that results are void; it gives a function
-    that says how many had to be compiled or loaded. `build` reports what fails there, since it meets it again. None:
-    nothing is run.
+    First `prepare` and every variant at the largest size; then, if kernels had to be compiled, the variants of
+    `Setup.rehearsed` at a size for each power of two up to ALIKE_FROM, where kernels change. within: the context, see
+    `backends.compiling_kernels`; it gives a function that returns how many kernels had to be compiled or loaded. None:
+    nothing is run. Errors are ignored: `build` meets and reports them.
     """
     if within is None:
         return
@@ -115,7 +115,7 @@ def _make(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` means out of memory: torch has a type for it; CUDA, cuBLAS and Triton only a message."""
+    """Return whether `error` means out of device memory: a type of torch's, a message of CUDA, cuBLAS or Triton."""
     words = ("out of memory", "ALLOC_FAILED", "MEMORY_ALLOCATION")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 

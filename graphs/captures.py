@@ -1,4 +1,4 @@
-"""Captures turn a callable into a graph: not at all (eager), as one CUDA graph (full), or recorded and re-run (CPU)."""
+"""Captures turn a callable into a graph: a CUDA graph (full), a record that is re-run (CPU), or none (eager)."""
 
 import gc
 from abc import ABC, abstractmethod
@@ -15,18 +15,18 @@ Body = Callable[[], Any]
 
 
 class Graph(ABC):
-    """A captured callable. `outputs`: its return value, at fixed addresses that every replay overwrites."""
+    """A captured callable. outputs: its return value, in tensors at fixed addresses that every replay overwrites."""
 
     outputs: Any
 
     @abstractmethod
     def replay(self) -> None:
-        """Run it on the current contents of its inputs."""
+        """Run the callable on the current contents of its input tensors."""
 
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Collect no garbage within the context: a pass over all that torch and transformers keep takes 0.1 to 0.3 s."""
+    """Pause Python's garbage collection: a pass over the objects of torch and transformers takes 0.1 to 0.3 s."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -37,9 +37,9 @@ def collection_paused() -> Iterator[None]:
 
 
 class Capture(ABC):
-    """Makes graphs of callables that take no arguments and read tensors at fixed addresses.
+    """Base of captures: makes graphs of callables that take no arguments and read tensors at fixed addresses.
 
-    refusal: the reason why nothing is captured; empty if graphs are captured.
+    refusal: why nothing is captured; "" if graphs are.
     """
 
     name: str
@@ -54,16 +54,16 @@ class Capture(ABC):
         """Capture `body`; its exceptions propagate, and this object can capture again afterwards."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Within it are captures, and nothing that would break one."""
+        """Return a context for captures, without anything that would break one."""
         return nullcontext()
 
     def divide(self) -> None:
-        """Called by a body: what follows may be launched apart, so that the device has work while the host launches."""
+        """Called by a body: may end the graph and begin another, so that the device works while the host launches."""
         return None
 
     def pause(self, between: Callable[[], None]) -> None:
-        """Called by a body: run `between` on the host here, at every replay, too, after what came before is launched;
-        a capture itself does not run it."""
+        """Called by a body: run `between` on the host, at every replay too, once the work before it is launched. A CUDA
+        capture itself does not run it."""
         between()
 
     def release_cache(self) -> None:
@@ -71,12 +71,12 @@ class Capture(ABC):
         return None
 
     def used_bytes(self) -> int:
-        """Return the bytes of device memory in use, to compare before and after a capture."""
+        """Return the bytes of device memory in use, to measure a capture; 0 off CUDA."""
         return 0
 
 
 class EagerCapture(Capture):
-    """Captures nothing: every batch runs the callable itself, without padding."""
+    """Captures nothing: every batch runs the callable itself, without padding. refusal: the reason, for counters."""
 
     name = "eager"
 
@@ -91,7 +91,7 @@ class EagerCapture(Capture):
 
 
 class Recorded(Graph):
-    """A callable that replays run again, writing its results to `outputs`."""
+    """A graph whose replays call the callable again and copy its results to `outputs`."""
 
     def __init__(self, body: Body, outputs: Any):
         self._body = body
@@ -104,12 +104,12 @@ class Recorded(Graph):
 
 
 def static_copy(outputs: Any) -> Any:
-    """Return `outputs` with its tensors cloned, for replays to write to."""
+    """Return `outputs` with its tensors cloned, as buffers that replays write to."""
     return tree_map_only(torch.Tensor, torch.clone, outputs)
 
 
 class RecordedCapture(Capture):
-    """For machines without CUDA: re-runs the callable on its static inputs and overwrites its static outputs.
+    """Capture for machines without CUDA: a replay re-runs the callable on its static inputs into static outputs.
 
     Padding, buckets, guards, counters and the lifetime of outputs are those of a CUDA graph; the speed is not.
     """
@@ -134,11 +134,10 @@ class _Full(Graph):
 
 
 class FullCapture(Capture):
-    """One CUDA graph per callable, or a few that are launched back to back, in a pool that captures may share.
+    """Captures a callable as one CUDA graph, or as a few launched back to back, in a pool that captures may share.
 
-    The device begins a graph when the host has launched all of it, 1 µs or more a kernel; hence `divide`. A graph's
-    temporary memory is reused by the graphs captured after it, so the largest is captured first. Its outputs
-    live as long as the Graph does.
+    The device starts a graph only when the host has launched all of it, 1 µs or more per kernel; hence `divide`. Graphs
+    captured later reuse a graph's temporary memory, so capture the largest first. Outputs live as long as the Graph.
     """
 
     name = "full"
@@ -169,7 +168,7 @@ class FullCapture(Capture):
         return _Full(parts, outputs)
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Pause garbage collection: it could destroy graphs of a dropped engine, which breaks a running capture."""
+        """Pause garbage collection, which could destroy graphs of a dropped engine and so break a running capture."""
         return collection_paused()
 
     def divide(self) -> None:
@@ -197,7 +196,8 @@ class FullCapture(Capture):
 
 
 def pick_capture(wanted: bool | None, device: torch.device, pool: GraphPool | None = None) -> Capture:
-    """Return the capture for `device`: full on CUDA unless `wanted` is False; else recorded if True, or eager."""
+    """Return the capture for `device`: on CUDA full, or eager if `wanted` is False; elsewhere recorded if True, else
+    eager."""
     if wanted is False or (wanted is None and device.type != "cuda"):
         return EagerCapture()
     return FullCapture(device, pool) if device.type == "cuda" else RecordedCapture()

@@ -1,4 +1,4 @@
-"""Counters of every path: how often it replayed, ran eagerly, or was refused, and why."""
+"""Counters of forward modes and runners: graph replays, eager runs, and batches that could not replay, by reason."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from specdec.core.batch import ForwardMode
 
 @dataclass
 class PathCounters:
-    """Counts of one path: `replays` and `eager` runs; `rejects`: reason -> batches that it kept from replaying."""
+    """Counts of one forward mode or runner: graph replays, eager runs, and rejects: batches not replayed, by reason."""
 
     replays: int = 0
     eager: int = 0
@@ -19,7 +19,7 @@ class PathCounters:
 
 
 class Counters:
-    """Counters of one engine: `forwards` by mode (those in a replayed graph are replays), `runners` by name."""
+    """Counters of one engine: `forwards` by mode (a forward in a replayed graph is a replay), `runners` by name."""
 
     def __init__(self) -> None:
         self.forwards: dict[ForwardMode, PathCounters] = {mode: PathCounters() for mode in ForwardMode}
@@ -27,7 +27,7 @@ class Counters:
         self._recorded: Counter[ForwardMode] | None = None
 
     def count_forward(self, mode: ForwardMode) -> None:
-        """Count a forward of `mode` run from Python: as eager, unless it is being recorded."""
+        """Count a forward of `mode` that runs from Python: as eager, or within `recording` in its Counter."""
         if self._recorded is None:
             self.forwards[mode].eager += 1
         else:
@@ -35,7 +35,7 @@ class Counters:
 
     @contextmanager
     def recording(self) -> Iterator[Counter[ForwardMode]]:
-        """Count forwards within this context in the Counter it yields, not as live traffic."""
+        """Count forwards within this context in the Counter it yields, instead of as eager."""
         outer, self._recorded = self._recorded, Counter()
         try:
             yield self._recorded
@@ -63,5 +63,5 @@ class Counters:
         self.count_reject(runner, reason)
 
     def count_reject(self, runner: str, reason: str) -> None:
-        """Count a batch that `runner` did not replay for `reason`; other runners take it."""
+        """Count a batch that `runner` did not replay for `reason`, and that other runners take."""
         self.runners[runner].rejects[reason] += 1

@@ -1,4 +1,4 @@
-"""What modules and configs hold, to be compared with what they held, without a Python loop."""
+"""Snapshots of the attributes of modules and configs, compared later without a Python loop."""
 
 import operator
 from collections.abc import Collection, Sequence
@@ -14,8 +14,8 @@ DEPTH = 3  # of containers within attributes
 
 
 class Held:
-    """What the dictionaries of `owners`, modules and configs, held when it was made: all that a config held, of modules
-    what may count. neutral: attributes that do not."""
+    """A snapshot of the dictionaries of `owners`, modules and configs: every value of a config, and of modules those
+    that may affect a forward. neutral: names of attributes that do not."""
 
     def __init__(self, owners: Sequence[Any], neutral: Collection[str]):
         modules = [vars(owner) for owner in owners if isinstance(owner, nn.Module)]
@@ -31,7 +31,7 @@ class Held:
         self._settings = [copied(owned) for owned in self._configs]
 
     def is_same(self) -> bool:
-        """Return whether all of it is held still, and no module has got a forward of its own."""
+        """Return whether all values are unchanged, and no module has got a forward of its own."""
         if any(self._empty) or any(map(operator.contains, self._plain, repeat("forward"))):
             return False
         try:
@@ -42,7 +42,7 @@ class Held:
 
 
 def copied(owned: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which containers that are changed in place are copies, too, where it matters."""
+    """Return a copy of the dictionary of a module or config, its containers copied too, DEPTH levels deep."""
     return {k: v if k in OWN and k not in WATCHED else _copied(v, DEPTH) for k, v in owned.items()}
 
 
@@ -55,12 +55,12 @@ def _copied(value: Any, depth: int) -> Any:
 
 
 def _empty(owned: dict[str, Any]) -> dict[str, Any]:
-    """Return what is watched and empty, itself: whether it still is takes less time to ask than to compare."""
+    """Return the watched containers that are empty, uncopied: testing them for emptiness is faster than comparing."""
     return {key: owned[key] for key in WATCHED if not owned[key]}
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Return whether values are equal; those that cannot say are not."""
+    """Return whether values are equal; False if comparing them fails."""
     try:
         return bool(a == b)  # parts of containers are compared by identity first
     except Exception:  # tensors: ambiguous truth, other shapes or devices

@@ -14,7 +14,7 @@ _thread = _Thread()
 
 @contextmanager
 def equal_parts_once() -> Iterator[None]:
-    """Within it, in this thread, traced callables run each of their distinct pieces once; what they return is void."""
+    """Return a context in which, in this thread, traced callables run each distinct piece once; results are void."""
     _thread.is_once, before = True, _thread.is_once
     try:
         yield
@@ -23,5 +23,5 @@ def equal_parts_once() -> Iterator[None]:
 
 
 def is_once() -> bool:
-    """Return whether this thread is to run equal parts once."""
+    """Return whether this thread is within `equal_parts_once`."""
     return _thread.is_once

@@ -9,9 +9,9 @@ import torch
 
 
 class GraphPool:
-    """One pool and one stream; graphs in it must not run concurrently.
+    """Memory pool and capture stream that CUDA graphs share; its graphs must not run concurrently.
 
-    A graph's temporary memory is reused by the graphs captured after it, so the largest is captured first.
+    Graphs captured later reuse a graph's temporary memory, so capture the largest first. ValueError off CUDA.
     """
 
     def __init__(self, device: torch.device):
@@ -23,7 +23,7 @@ class GraphPool:
         self._anchors: list[torch.cuda.CUDAGraph] = []
 
     def begin(self) -> torch.cuda.CUDAGraph:
-        """Begin capturing a graph on the current stream, which must be that of `on_stream`."""
+        """Begin the capture of a graph; call it within `on_stream`."""
         if self._handle is None:
             self._take()
         graph = torch.cuda.CUDAGraph()
@@ -32,7 +32,7 @@ class GraphPool:
         return graph
 
     def give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a failed capture; its own complaints are dropped, as they say less than the error being raised."""
+        """End a failed capture; errors of ending it are dropped, as they say less than the error being raised."""
         with contextlib.suppress(RuntimeError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph.capture_end()
@@ -46,7 +46,7 @@ class GraphPool:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run work of this context on the pool's stream, after what the current stream has and before what follows."""
+        """Run the work of this context on the pool's stream, ordered after and before that of the current stream."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         try:

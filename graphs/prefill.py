@@ -1,9 +1,8 @@
 """The guard of prefill graphs, rules that decide which batches may replay them, and the runner that applies it.
 
-A prefill graph sees only tokens, not what they are for. A TARGET_VERIFY batch can have as many tokens as a prefill and
-would even be computed correctly, since attention runs outside the graph on the live batch's metadata. It is refused
-anyway: counters and strict mode are meaningful only if every mode has one path. So the first rules check the mode
-alone, before any size.
+A prefill graph sees tokens, not the forward mode. A TARGET_VERIFY batch can have as many tokens as a prefill and would
+even be computed correctly, since attention runs outside the graph on the live batch's metadata. It is refused anyway:
+counters and strict mode are meaningful only if every mode has one path. So the mode is checked before any size.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +14,8 @@ from specdec.core.batch import ForwardMode
 from specdec.graphs.runner import GraphRunner
 from specdec.graphs.shapes import Decision
 
-MAX_PADDING = 2.0  # a replay may cover this many times the live tokens
-MAX_BUSY_PADDING = 1.02  # where launches are hidden anyway
+MAX_PADDING = 2.0  # tokens of a graph over live tokens, at most
+MAX_BUSY_PADDING = 1.02  # the same where the device takes longer than launching
 
 
 def check_mode(mode: ForwardMode) -> Decision:
@@ -28,7 +27,7 @@ def check_mode(mode: ForwardMode) -> Decision:
 
 
 def check_padding(num_tokens: int, size: int, device_bound_from: int | None = None) -> Decision:
-    """Decide whether `num_tokens` may replay a graph of `size`.
+    """Decide whether `num_tokens` live tokens may replay a graph of `size` tokens, by the share of padding.
 
     device_bound_from: number of tokens from which the device takes longer than launching, so that padding costs time;
     None: never.
@@ -42,10 +41,10 @@ def check_padding(num_tokens: int, size: int, device_bound_from: int | None = No
 
 
 class PrefillRunner:
-    """A GraphRunner over tokens behind the guard.
+    """A GraphRunner for prefills: replays only EXTEND batches, and only where padding is small.
 
-    prepare(size, **live) is called before a replay of `size` tokens, to prepare what the breaks need. In an eager run
-    the runner gets `live` as hints. device_bound_from: see `check_padding`.
+    prepare(size, **live): called before a replay of `size` tokens, to plan the work that runs in breaks. In an eager
+    run the runner gets `live` as hints. device_bound_from: see `check_padding`.
     """
 
     def __init__(self, runner: GraphRunner, prepare: Callable[..., None]):

@@ -1,4 +1,4 @@
-"""A runner: one callable, its static inputs, and its graphs by bucket and variant."""
+"""A runner: one callable, its static input buffers, and its graphs by bucket and variant."""
 
 import time
 from collections import Counter
@@ -22,7 +22,7 @@ from specdec.graphs.shapes import Decision, ShapeKey
 
 
 class Phase(Enum):
-    """Phases of a runner, in order. Once sealed it captures nothing more: an unseen batch runs eagerly."""
+    """Phases of a runner, in order. A sealed runner captures nothing more: a batch without a graph runs eagerly."""
 
     WARM_UP = auto()
     CAPTURE = auto()
@@ -31,7 +31,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, the forwards in it, and what it cost to make: seconds and device bytes."""
+    """A captured graph, the number of its forwards by mode, and its cost in seconds and device bytes."""
 
     graph: Graph
     forwards: Counter[ForwardMode]
@@ -43,9 +43,9 @@ class Captured:
 class Setup:
     """Settings that the runners of one engine share.
 
-    buckets: sizes to capture, ascending, in `unit`s. variants: all kinds of work there are.
-    strict: raise GraphError instead of running eagerly. shared: tensors to use as input buffers, by name.
-    rehearsed: variants whose kernels differ between sizes, which a rehearsal runs at several; None: all variants.
+    buckets: sizes to capture, ascending, in requests or tokens (`unit`). variants: a graph is captured for each, per
+    bucket. strict: raise GraphError instead of running eagerly. shared: tensors to use as input buffers, by name.
+    rehearsed: variants whose kernels differ between sizes (see `rehearse`); None: all. ValueError for invalid buckets.
     """
 
     capture: Capture
@@ -65,12 +65,12 @@ class Setup:
 
 
 class GraphRunner:
-    """Runs body(variant, **inputs, **hints) from graphs.
+    """Runs body(variant, **inputs) by replaying graphs, captured by bucket of requests or tokens and by variant.
 
-    body: returns tensors (or NamedTuples of them, or None) with requests (or tokens) on axis 0; it may read and
-        write tensors that outlive it, and its work may depend on the shapes of its inputs and on `variant` only.
-    inputs: its inputs, by name. live: called instead of the body where no graph is replayed, with `hints`: host values
-        that a capture cannot have; None: the body itself, where they only make an eager run cheaper.
+    body: returns tensors (or NamedTuples of them, or None) with requests or tokens on axis 0. It may read and write
+        tensors that outlive it; its work may depend only on the shapes of its inputs and on `variant`.
+    inputs: specs of its inputs. live: called in eager runs instead of the body, as live(variant, **inputs, **hints)
+        with hints, host values that a capture cannot have, given by the caller; None: the body, which must take them.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class GraphRunner:
         setup.counters.runners[name] = PathCounters()
 
     def __call__(self, variant: str, inputs: Mapping[str, torch.Tensor | None], **hints: Any) -> Any:
-        """Run a batch; its outputs are valid until this runner is called again.
+        """Run a batch, from the smallest graph that holds it or eagerly; outputs are valid until the next call.
 
-        Raises GraphError under strict if it cannot replay, ValueError for inputs that were not declared.
+        Raises GraphError under strict if it cannot replay, ValueError for inputs of wrong names, shapes or dtypes.
         """
         size = self._size_of(inputs)
         key = self._captured_key(size, variant)
@@ -116,7 +116,7 @@ class GraphRunner:
         return tree_map_only(torch.Tensor, lambda t: t[:size], captured.graph.outputs)
 
     def run_eagerly(self, reason: str, variant: str, inputs: Mapping[str, Any], **hints: Any) -> Any:
-        """Run without a graph and count `reason`; GraphError under strict."""
+        """Run a batch without a graph and count `reason`; GraphError under strict."""
         if self._setup.strict:
             size = self._size_of(inputs)
             raise GraphError(f"strict: {self.name} of {size} {self._setup.unit} cannot replay: {reason}")
@@ -125,13 +125,13 @@ class GraphRunner:
         return self._live(variant, **inputs, **hints)
 
     def replayed_size(self, size: int, variant: str = "") -> int:
-        """Return the size of the graph that a batch of `size` replays."""
+        """Return the bucket of the graph that a batch of `size` replays; there must be one, see `can_run`."""
         key = self._captured_key(size, variant)
         assert key is not None, "a batch that cannot replay"
         return key.size
 
     def can_run(self, size: int, variant: str = "") -> Decision:
-        """Decide whether a batch of `size` replays."""
+        """Decide whether a batch of `size` requests or tokens replays a graph."""
         if self._setup.capture.refusal:
             return Decision(False, self._setup.capture.refusal)
         if self._captured_key(size, variant) is not None:
@@ -150,7 +150,7 @@ class GraphRunner:
 
     @property
     def costs(self) -> list[GraphCost]:
-        """Time and memory that each graph took to capture, in the order of capture."""
+        """Capture time and memory of each graph, in the order of capture."""
         unit = self._setup.unit
         return [GraphCost(k.runner, k.size, unit, k.variant, c.seconds, c.num_bytes) for k, c in self.captured.items()]
 
@@ -160,12 +160,12 @@ class GraphRunner:
         return [self._key(bucket, variant) for bucket in self.buckets for variant in self.variants]
 
     def warm_up(self, key: ShapeKey) -> None:
-        """Run the body on padding, as `capture` will, but equal parts of it once."""
+        """Run the body on padding, as `capture` will, but its repeated parts only once."""
         self.rehearse(key)
         self._warm.add(key)
 
     def rehearse(self, key: ShapeKey) -> None:
-        """Run what a warm-up of `key` runs; it still needs that."""
+        """Run what a warm-up of `key` runs, without counting as one."""
         self._require(Phase.WARM_UP)
         with self._setup.counters.recording(), equal_parts_once():
             self._setup.capture.warm_up(self._bound_body(key))
@@ -216,10 +216,11 @@ class GraphRunner:
                         f"input {name!r} of {self.name} is {value!r}: expected a tensor with axis {spec.axis}"
                     )
                 return value.shape[spec.axis]
-        raise ValueError(f"{self.name} got none of its inputs {sorted(self._buffers.specs)}")
+        raise ValueError(f"{self.name} got none of its inputs {sorted(self._buffers.specs)}: expected all of them")
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:
             raise GraphError(
-                f"{self.name} is in phase {self.phase.name}, this needs {phase.name}: graphs are made once"
+                f"{self.name} is in phase {self.phase.name}, expected {phase.name}: graphs are made once; make a new "
+                "runner"
             )

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FINE_PREFILL = 256  # tokens
-MOST_CAPTURED = 256  # requests; larger batches are captured where the caller lists them
+MOST_CAPTURED = 256  # requests; larger batches are captured only if the caller lists them
 
 
 @dataclass(frozen=True)
 class ShapeKey:
-    """Key of one captured graph: `size` requests or tokens of `runner`; `variant` names what else changes the work."""
+    """Key of one captured graph: the runner's name, its bucket `size` in requests or tokens, and its variant."""
 
     runner: str
     size: int
@@ -21,7 +21,7 @@ class ShapeKey:
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer to whether a batch replays; `reason` says why not, without numbers of the batch."""
+    """Answers whether a batch replays a graph; `reason` says why not, in words that counters can group by."""
 
     ok: bool
     reason: str = ""
@@ -30,8 +30,9 @@ class Decision:
 def batch_buckets(max_batch: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the batch sizes (requests) to capture, ascending, none above max_batch.
 
-    wanted: the caller's sizes, those above max_batch become max_batch; None: powers of two and the sizes half-way
-    between them, so that at most a third of a replay is padding, up to max_batch or MOST_CAPTURED, the last size.
+    wanted: the caller's sizes; those above max_batch become max_batch. None: powers of two and the sizes half-way
+    between them, so that at most a third of a replay is padding; the last is max_batch or MOST_CAPTURED, the smaller.
+    ValueError for sizes below 1.
     """
     if wanted is not None:
         return clamped(wanted, max_batch)
@@ -44,9 +45,9 @@ def batch_buckets(max_batch: int, wanted: Sequence[int] | None = None) -> tuple[
 def token_buckets(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the token counts to capture, ascending, up to max_tokens.
 
-    wanted: the caller's sizes, those above max_tokens become max_tokens; None: 1, 2, 4, then steps of 4 or more: four
-    per power of two, eight from FINE_PREFILL on, so that a replay of 16 tokens or more pads by at most a quarter, or by
-    at most an eighth where the device has more to do than the host.
+    wanted: the caller's sizes; those above max_tokens become max_tokens. None: 1, 2, 4, then steps of 4 or more: four
+    per power of two, eight from FINE_PREFILL on, so that a replay of 16 tokens or more pads by at most a quarter, and
+    by at most an eighth where the device has more to do than the host. ValueError for sizes below 1.
     """
     if wanted is not None:
         return clamped(wanted, max_tokens)
@@ -60,8 +61,9 @@ def token_buckets(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple
 
 
 def replayed_sizes(sizes: Sequence[int], device_bound_from: int | None) -> tuple[int, ...]:
-    """Return those of `sizes`, ascending, that batches replay where larger ones than these tokens may run eagerly, see
-    `check_padding`: up to the first that holds all smaller batches, and the largest, of full chunks. None: all."""
+    """Return the sizes (tokens, ascending) worth capturing where large batches run eagerly rather than padded.
+    device_bound_from: see `check_padding`; kept are the sizes below it, the next one, and the largest, for full chunks.
+    None: all sizes."""
     if device_bound_from is None:
         return tuple(sizes)
     num = 1 + sum(size < device_bound_from for size in sizes)

@@ -1,8 +1,8 @@
-"""Watches what modules compute from: tensors, submodules, hooks, forwards, plain attributes and configs.
+"""Detects changes of a live model: tensors, submodules, hooks, forwards, plain attributes and configs.
 
-Graphs and compiled layers keep what they were made from, and kept K/V is of the weights that computed it. Walking a
-model by name takes milliseconds, too long for every call of `generate`; the watch keeps the dictionaries that such a
-walk reads and compares them with copies, without a Python loop.
+Graphs and compiled layers hold the tensors they were made from, and cached K/V belongs to the weights that computed it.
+Walking a model by name takes milliseconds, too long for every call of `generate`; the watch keeps the dictionaries that
+such a walk reads and compares them with copies, without a Python loop.
 """
 
 import operator
@@ -20,7 +20,7 @@ from specdec.graphs.held import HOOKS, OWN, Held, copied, is_equal
 
 
 class ChangeKind(Enum):
-    """The kind of a change: numbers in place, where a tensor lies, its dtype or device, or which thing stands there."""
+    """Kinds of change of a model: values written in place, a tensor moved or converted, or an object replaced."""
 
     WRITTEN = "written"
     MOVED = "moved"
@@ -32,7 +32,7 @@ class ChangeKind(Enum):
 
 
 class Change(NamedTuple):
-    """A change of `key` of `owner`, a module or a config (None for a tensor beside them); before: what was there."""
+    """A change of a model: `key` of `owner`, a module or config (None for a separate tensor); before: the old value."""
 
     kind: ChangeKind
     name: str
@@ -46,14 +46,14 @@ class Change(NamedTuple):
 
 
 class Watch:
-    """Knows what the modules below `roots`, by prefixes of their names, computed from when it was made, or at `accept`.
+    """Detects changes of the modules in `roots` (by name prefix) since it was made, or since `accept`.
 
-    Found: parameters and buffers that were replaced, moved (`.to()`, `.data =`), converted or written in place, by
-    optimizers too; submodules, hooks and forwards that were replaced; plain attributes, and those of configs, that have
-    other values. Additions do not count, but for hooks, forwards and values in configs: nothing that was there reads
-    them. What is written through `.data` or `numpy()`, or by kernels that PyTorch does not know of, leaves no trace.
-    free: modules that are left out; tensors: others whose writes count, by name; neutral: attributes that compute
-    nothing; passive: names of hooks, or of their Python modules, that compute nothing.
+    Detected: parameters and buffers that were replaced, moved (`.to()`, `.data =`), converted or written in place, by
+    optimizers too; submodules, hooks and forwards that were replaced; other values of plain attributes, and of those of
+    configs. Additions count only for hooks, forwards and configs, since no existing code reads others. Not detected:
+    writes through `.data` or `numpy()`, or by kernels unknown to PyTorch.
+    free: modules to leave out; tensors: further tensors whose writes count, by name; neutral: names of attributes that
+    do not affect a forward; passive: the same for hooks, by their names or Python modules.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Watch:
         self._walk()
 
     def changes(self) -> list[Change]:
-        """Return what has changed since the watch was made, or since `accept`."""
+        """Return the changes since the watch was made, or since `accept`; empty if there are none."""
         while self._stepped:
             self._pending.add(self._stepped.pop())
         self._now = self._numbers()
@@ -86,7 +86,7 @@ class Watch:
         return found
 
     def accept(self, changes: Sequence[Change]) -> None:
-        """Accept `changes`, the last that were found: watch for changes from the present state on."""
+        """Accept `changes`, the result of the last `changes()`: later ones are relative to the present state."""
         if all(change.kind is ChangeKind.WRITTEN for change in changes):
             self._refresh()
         else:
