@@ -15,14 +15,16 @@ from specdec.core.cache.pool import KVPool, LayerShape
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer as the probe saw it.
+    """Shape and rules of one attention layer, as recorded at attach.
 
-    window: keys further than window-1 positions behind the query are hidden; None sees everything.
-    chunk: keys before the query's chunk of as many positions are hidden; None: there are no chunks.
-    softcap: logits become softcap * tanh(logits / softcap).
+    scaling: factor of the logits q @ k.T.
+    window: keys further than window-1 positions behind the query are hidden; None: no sliding window.
+    chunk: keys before the query's own chunk of `chunk` positions are hidden (chunked attention); None: no chunks.
+    softcap: logits become softcap * tanh(logits / softcap); None: no softcap.
     has_sinks: a logit per query head joins the softmax denominator.
-    v_in_k: V is the first v_dim elements of K (a latent), and is not stored again.
-    turn: calls that its module has made just before, whose answers have not been read when it attends.
+    v_in_k: V is the first v_dim elements of K (an MLA latent) and is not stored again.
+    turn: number of attention calls, directly before this one in the same module, whose outputs are still unread; such
+        calls must not share an output buffer.
     """
 
     num_heads: int
@@ -39,29 +41,31 @@ class LayerSpec:
 
     @property
     def sees_all(self) -> bool:
-        """Return whether no key is hidden for being far away."""
+        """True without a sliding window and without chunks."""
         return self.window is None and self.chunk is None
 
     @property
     def answer(self) -> tuple[int, int, int]:
-        """Return what an output buffer must fit to be this layer's: heads and dimension of a token, and the turn."""
+        """Key of an output buffer that layers may share: query heads, v_dim and turn."""
         return self.num_heads, self.v_dim, self.turn
 
     @property
     def shape(self) -> LayerShape:
-        """The K/V shape the pool must hold."""
+        """The shape of the layer's K/V in the pool."""
         return LayerShape(self.num_kv_heads, self.qk_dim, self.v_dim, self.v_in_k)
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of a backend; `unmet_needs` compares a model with them at attach. Every one does windows, sinks and
-    softcaps.
+    """Capabilities of an attention backend; `unmet_needs` compares a model with them at attach.
 
-    fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
-    packed_prefill: whether it attends in prefills whose lengths only the device knows (`AttentionMetadata.is_packed`).
-    head_dims: of q, k and v; None: any up to max_head_dim. max_latent_dim: of K whose first part is V; 0: none.
-    limits: whether prefills may bring some (`AttentionMetadata.limits`).
+    Every backend supports sliding windows, sinks and softcaps.
+    v_dim_differs: whether v_dim may differ from qk_dim. dtypes: of q, k, v and the pool.
+    head_dims: supported qk_dim and v_dim; None: any up to max_head_dim. max_latent_dim: largest qk_dim of layers with
+    `LayerSpec.v_in_k` (MLA latents); 0: unsupported. chunks: whether it supports `LayerSpec.chunk`.
+    fused_ops: whether rounds with this backend use the fused Triton operations, or the torch ones.
+    packed_prefill: whether it supports prefills whose lengths only the device knows (`AttentionMetadata.is_packed`).
+    limits: whether it supports `AttentionMetadata.limits`.
     """
 
     v_dim_differs: bool
@@ -76,7 +80,7 @@ class Capabilities:
 
 
 def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: torch.dtype) -> list[str]:
-    """Reasons why a backend with `capabilities` cannot run `layers` in `dtype`; empty if it can."""
+    """Return the reasons why a backend with `capabilities` cannot run `layers` in `dtype`; empty if it can."""
     reasons = []
     if dtype not in capabilities.dtypes:
         reasons.append(f"dtype {dtype} is not one of {sorted(map(str, capabilities.dtypes))}")
@@ -96,7 +100,7 @@ def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: 
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of the heads of q and k, by weights [qk_dim] each; see `linear.rms_norm` for the rest."""
+    """RMS norms of each head of q and of k, with weights q and k [qk_dim]; other fields as in `linear.rms_norm`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -106,14 +110,14 @@ class HeadNorms(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Tables for T tokens: cos, sin [T, R] with R <= qk_dim, both halves of R equal; dims past R are not rotated."""
+    """Rotary embedding of T tokens: cos, sin [T, R] with R <= qk_dim, in two equal halves; dims past R pass through."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 class NormedRope(NamedTuple):
-    """A `Rope` for q and k that are normed first."""
+    """A `Rope` for q and k whose heads are normed first (QK norm)."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -124,11 +128,11 @@ AnyRope = Rope | NormedRope
 
 
 class AttentionCall(NamedTuple):
-    """One layer of a forward.
+    """Arguments of one layer's attention in a forward of T tokens.
 
-    q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim], any strides but a dense last dim; out [T, Hq, v_dim] is
-    filled; pool and layer_id: where K/V go; sinks [Hq] or None; rope: if q and k come un-rotated.
-    `attend` needs neither k and v nor rope.
+    q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim]: of the pool's dtype, the last dim contiguous. out
+    [T, Hq, v_dim]: is written. pool, layer_id: the cache that takes K/V, and the layer's index there. sinks: [Hq] or
+    None. rope: given if q and k are not rotated yet. `attend` ignores k, v and rope.
     """
 
     q: torch.Tensor
@@ -143,13 +147,13 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionBackend(ABC):
-    """`plan` once a forward, `run` once a layer. A backend holds the plan of the forward in flight and nothing else.
+    """Base of attention backends: `plan` is called once per forward, `run` once per layer.
 
-    `run` is `store`, then `attend`; a graph that breaks at attention captures the one and leaves the other outside.
-    metadata: builds what it is given. With SPECDEC_DEBUG=1 in the environment every index of a plan
-    is checked against its bounds, on the device, before it is used; each forward waits for the host then. Shapes and
-    dtypes of calls are checked then, too, and of each layer's first call always.
-    rehearses: whether a forward may run with its launches left out (`backends.triton.launch.ahead`).
+    A backend holds the plan of the current forward and nothing else. `run` is `store`, then `attend`; a graph that
+    breaks at attention captures `store` and leaves `attend` outside. metadata: builds the argument of `plan`.
+    rehearses: whether a forward may run without its launches, to compile kernels (`backends.triton.launch.ahead`).
+    Each layer's first call is checked for shapes, dtypes and device: ValueError. With SPECDEC_DEBUG=1 in the
+    environment every call is, and so is every index of a plan, on the device, for which each forward waits.
     """
 
     name: str
@@ -170,51 +174,49 @@ class AttentionBackend(ABC):
 
     @classmethod
     def not_ready(cls, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str | None:
-        """Return why "auto" should not take this backend now though it can run `layers`: kernels to compile first."""
+        """Return why "auto" should pass over this backend, such as kernels to compile first; None if it need not."""
         return None
 
     def prepare_for(
         self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
     ) -> None:
-        """Build or load what `layers` will need; called once, before anything is warmed up or captured.
-
-        mask_words: of the ancestor bits that forwards may bring, 0 for chains only. AttachError if it cannot be had.
-        """
+        """Compile or load the kernels for `layers`; called once, before warm-ups and captures. mask_words: W, 64-bit
+        words of ancestor bits per query, 0 for chains only. AttachError if kernels are unavailable."""
         return None
 
     def served_by(self, mode: ForwardMode) -> str:
-        """Return the kernels that attend in forwards of `mode`, for reports."""
+        """Return the name of the kernels that attend in forwards of `mode`, for reports."""
         return self.name
 
     @property
     def planned(self) -> AttentionMetadata:
-        """The forward in flight."""
+        """Metadata of the current forward."""
         assert self._planned is not None, "attention before plan"
         return self._planned
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare one forward; every `run` until the next `plan` uses it. ValueError for what cannot be planned."""
+        """Prepare one forward; every `run` until the next `plan` uses it. ValueError for inconsistent metadata."""
         check_shapes(metadata)
         self._unchecked = metadata if self._debug else None
         self._planned = metadata
         self._prepare(metadata)
 
     def run(self, call: AttentionCall) -> None:
-        """Write the call's k and v to the pool, then attend."""
+        """Write k and v to the pool at the planned slots, then attend: fills `call.out`."""
         self._check(call)
         q = self.store(call, self.planned.out_cache_loc)
         self._attend(call if q is call.q else call._replace(q=q))
 
     def attend(self, call: AttentionCall) -> None:
-        """Attend with a q that is rotated, over K and V that are stored already."""
+        """Attend with a rotated q over K/V that are already in the pool: fills `call.out`."""
         self._check(call)
         self._attend(call)
 
     @abstractmethod
     def store(self, call: AttentionCall, slots: torch.Tensor, q_out: torch.Tensor | None = None) -> torch.Tensor:
-        """Write the call's k and v to pool slots [T] int64, both q and k rotated if it brings tables.
+        """Write the call's k and v to pool `slots` [T] int64; q and k are rotated first if `call.rope` is given.
 
-        Returns the q to attend with, which is q_out [T, Hq, qk_dim] where that is given. Needs no plan.
+        Returns the q for `attend`, in q_out [T, Hq, qk_dim] if given. Needs no plan.
         """
 
     def _check(self, call: AttentionCall) -> None:

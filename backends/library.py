@@ -1,4 +1,4 @@
-"""Custom ops in torch's library `specdec`, and the scopes that answer a thread's calls of them."""
+"""Custom ops in torch's library `specdec`, and the scopes that hold their state for the current thread."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,14 +14,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # of most
 LIBRARY = torch.library.Library("specdec", "FRAGMENT")
-RUN: dict[str, Callable[..., Any]] = {}  # by the name of an op: what it runs
+RUN: dict[str, Callable[..., Any]] = {}  # implementation of each op, by name
 
 
 def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define `specdec::NAME(...)`. fake: makes results of the right shape and dtype.
-
-    Plain Library calls: `torch.library.custom_op` would add microseconds to every call on a CPU.
-    """
+    """Define the op `specdec::NAME` of `schema`, implemented by `run` on every device. fake: returns empty results of
+    the right shapes and dtypes, for tracing. Plain Library calls: `torch.library.custom_op` would add microseconds to
+    every call on a CPU."""
     name = schema.partition("(")[0]
     RUN[name] = run
     LIBRARY.define(schema)
@@ -36,7 +35,7 @@ def has_triton() -> bool:
 
 
 class Op(Protocol[P, T]):
-    """What calls an op. twin: the torch function that specifies it; kernels: see `op`."""
+    """A callable op. twin: its reference in plain torch, which specifies it; kernels: see `op`."""
 
     twin: Callable[P, T]
     kernels: str
@@ -50,9 +49,11 @@ def op(
     kernels: str = "",
     takes: Callable[..., bool] = lambda x, *_: x.dtype in KERNEL_DTYPES,
 ) -> Callable[[Callable[P, T]], Op[P, T]]:
-    """Define an op that runs the decorated function, whose name calls the op from then on; see `define_op`.
+    """Define an op (see `define_op`) whose torch reference is the decorated function; the name then calls the op.
 
-    kernels: a module of `backends.triton`. Its function of the same name runs on CUDA, where it `takes` the arguments.
+    kernels: a module of `backends.triton`, whose function of the op's name runs instead if the first argument is on
+    CUDA, Triton is installed and `takes(*arguments)`; "": the decorated function always runs. takes: by default true
+    if the first argument is bf16 or fp16.
     """
     name, module = schema.partition("(")[0], f"specdec.backends.triton.{kernels}"
 
@@ -76,7 +77,7 @@ def op(
 
 
 class Scope(Generic[T]):
-    """The object that answers one kind of calls, of each thread its own. advice: ends the message of a call outside."""
+    """Holds the object that executes one `kind` of calls, for each thread. advice: ends the error of a call outside."""
 
     def __init__(self, kind: str, advice: str = ""):
         self._kind, self._advice = kind, advice
@@ -84,7 +85,7 @@ class Scope(Generic[T]):
 
     @contextmanager
     def within(self, scope: T) -> Iterator[None]:
-        """Within, calls of this thread go to `scope`."""
+        """Within this context, calls from this thread go to `scope`."""
         token = self._current.set(scope)
         try:
             yield

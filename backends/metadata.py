@@ -1,7 +1,7 @@
-"""Builders of AttentionMetadata, one for each shape a forward can have. Everything is computed on the device from
-lengths on the device; only `prefill` is ragged and takes host lengths, as it runs outside the round.
+"""Builders of AttentionMetadata, one for each shape of a forward. They compute on the device from lengths on the
+device; only `prefill` takes lengths on the host, as it runs outside the round.
 
-The functions here compute in torch; they specify the kernels in `triton.attention.metadata`, which have the same names.
+The torch functions specify the kernels of the same names in `triton.attention.metadata`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from specdec.core.batch import AttentionMetadata, ForwardMode, ancestor_mask, in
 
 
 class Placement(NamedTuple):
-    """Positions and cache slots of a forward's tokens; the fields are those of AttentionMetadata."""
+    """Positions and KV slots of a forward's tokens; the fields are those of AttentionMetadata."""
 
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
@@ -26,7 +26,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class MetadataBuilder:
-    """Builds metadata from what the functions of this module, or their Triton twins, compute on the device."""
+    """Builds AttentionMetadata on the device, by the torch functions of this module or by their Triton kernels."""
 
     uniform_placement: Callable[..., Placement]
     prefill_placement: Callable[..., Placement]
@@ -48,10 +48,11 @@ class MetadataBuilder:
     ) -> AttentionMetadata:
         """Build the metadata of a forward with `q_len` new tail nodes per request, numbered from `first_node`.
 
-        slot_table [num_rows, width] int32; rows, prefix_lens [bs] int64; depths [bs, q_len]: distance of each query
-        from the end of the prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for
-        all tail nodes; ancestor_bits [bs, q_len, W] int64, or None for a chain, which is causal; rope_deltas [num_rows]
-        int64: what is added to positions of a row before they rotate.
+        slot_table [num_rows, width] int32; rows, prefix_lens [bs] int64; max_prefix: host upper bound of prefix_lens;
+        depths [bs, q_len] int64: distance of each query from the end of the prefix (None: its node number, a chain);
+        tail_depths [bs, first_node + q_len] int64: the same for all tail nodes; ancestor_bits [bs, q_len, W] int64, or
+        None for a chain, which is causal; rope_deltas [num_rows] int64: offset of a row's rotary positions. ValueError
+        for shapes that do not match.
         """
         if q_len < 1 or rows.shape != prefix_lens.shape or rows.dim() != 1:
             raise ValueError(
@@ -84,9 +85,9 @@ class MetadataBuilder:
     ) -> AttentionMetadata:
         """Build the metadata of a packed prefill: request i has the `q_lens[i]` tokens from position `starts[i]` on.
 
-        slot_table [num_rows, width] int32; rows [bs] int64.
-        on_device: starts and q_lens [bs] int64 if they are on the device already. into: two int64 tensors whose first T
-        elements become positions and out_cache_loc, if they have as many; None: new ones.
+        slot_table [num_rows, width] int32; rows [bs] int64. on_device: starts and q_lens, [bs] int64, if they are
+        on the device already. into: two int64 tensors that take positions and out_cache_loc in their first T elements
+        if they are long enough; None: new tensors. ValueError for lengths that do not fit rows or slot_table.
         """
         _check_lengths(rows, starts, q_lens, slot_table.shape[1])
         if on_device is None:
@@ -116,10 +117,10 @@ class MetadataBuilder:
         num_tokens: int,
         max_prefix: int,
     ) -> AttentionMetadata:
-        """Build the metadata of a packed prefill of at most `num_tokens` tokens, whose lengths the host need not know.
+        """Build the metadata of a packed prefill of at most `num_tokens` tokens whose lengths only the device knows.
 
         slot_table [num_rows, width] int32; rows, starts, q_lens [bs] int64 on the device. Request i has the q_lens[i]
-        tokens from position starts[i] <= max_prefix on; tokens past the last request's are padding, at position 0 and
+        tokens from position starts[i] <= max_prefix on; the tokens after the last request's are padding, at position 0
         in slot 0.
         """
         into = torch.zeros(2, num_tokens, dtype=torch.int64, device=rows.device).unbind()
@@ -137,7 +138,7 @@ class MetadataBuilder:
 
 
 def _check_lengths(rows: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int], width: int) -> None:
-    """Raise ValueError for a prefill that cannot be: host numbers only."""
+    """Raise ValueError for lengths that do not match `rows` or leave the table's `width`; host numbers only."""
     if not len(starts) == len(q_lens) == rows.shape[0]:
         raise ValueError(
             f"{rows.shape[0]} rows, {len(starts)} starts, {len(q_lens)} q_lens: expected one for each request"
@@ -148,7 +149,8 @@ def _check_lengths(rows: torch.Tensor, starts: Sequence[int], q_lens: Sequence[i
 
 
 def slots_at(slot_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the KV slots [bs, n] int64 of `positions` [bs, n] in `rows` [bs], both int64; clamped to a row's ends."""
+    """Return the KV slots [bs, n] int64 of `positions` [bs, n] in `rows` [bs], both int64. Positions outside a row are
+    clamped to its ends."""
     return slot_table[rows.unsqueeze(1), positions.clamp(0, slot_table.shape[1] - 1)].long()
 
 
@@ -163,7 +165,7 @@ def uniform_placement(
     ancestor_bits: torch.Tensor | None,
     rope_deltas: torch.Tensor | None = None,
 ) -> Placement:
-    """Compute the placement of `MetadataBuilder.uniform`, which describes the arguments."""
+    """Compute the Placement for `MetadataBuilder.uniform`, which describes the arguments."""
     bs, path_slots = rows.shape[0], None
     nodes = torch.arange(first_node, first_node + q_len, device=prefix_lens.device)
     start = prefix_lens.unsqueeze(1)
@@ -194,10 +196,10 @@ def prefill_placement(
     longest: int,
     into: Sequence[torch.Tensor] | None = None,
 ) -> Placement:
-    """Compute the placement of a packed prefill from starts and q_lens [bs] int64.
+    """Compute the Placement of a packed prefill; starts, q_lens [bs] int64.
 
-    num_tokens, longest: sum and maximum of q_lens, on the host, or upper bounds of them: tokens past the sum get
-    position and slot 0. into: see `MetadataBuilder.prefill`.
+    num_tokens, longest: sum and maximum of q_lens, or host upper bounds: tokens past the sum get position 0 and slot
+    0. into: see `MetadataBuilder.prefill`.
     """
     qo_indptr = indptr(q_lens)
     places = torch.arange(num_tokens, dtype=torch.int32, device=q_lens.device)
@@ -212,7 +214,7 @@ def prefill_placement(
 
 
 def indptr(lens: torch.Tensor) -> torch.Tensor:
-    """Return where each request of lens [bs] begins in a packed list, and where the last ends: [bs + 1] int32."""
+    """Return the cumulative sums of lens [bs] with a leading 0, [bs + 1] int32: bounds of packed requests."""
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
 
 

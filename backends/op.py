@@ -1,7 +1,7 @@
-"""`specdec::attn`, the one custom op through which all attention goes, and the context it finds its state in.
+"""`specdec::attn`, the one custom op through which all attention goes, and the context that holds its state.
 
-The op knows only a layer number; pool, backend and plan come from the ForwardContext of the forward in flight, which a
-ContextVar holds: every thread has its own, and two engines enter contexts of their own and never meet.
+The op gets a layer number; pool, backend and plan come from the ForwardContext of the current forward. A ContextVar
+holds it, so threads and engines never share one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from specdec.core.cache.pool import KVPool, LayerState
 
 
 class AttentionScope(Protocol):
-    """The scope that answers the attention calls of the forward in flight."""
+    """The object that executes the attention calls of the current forward."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None
@@ -34,13 +34,13 @@ class AttentionScope(Protocol):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """State of one model's layers: backend, pool, layer specs and sinks ([Hq] or None a layer).
+    """State that one model's layers use in a forward: backend, pool, layer specs and sinks ([Hq] or None for each).
 
-    on_forward is called with the mode of every forward, before it runs, and counts it. row_states: state by row of
-    layers that are not attention. adapters [num_rows] int64: the LoRA adapter of each row, 0 for none; None of a model
-    whose requests have none. rope_deltas [num_rows] int64: what is added to positions of a row's tokens before they are
-    rotated; None of a model whose images move none. stores: whether its layers write K/V of their own; a model that
-    has none of its own reads what another one has written to the pool.
+    on_forward: called with the mode of every forward, before it runs, to count it. row_states: per-row state of layers
+    that are not attention. adapters [num_rows] int64: number of each row's LoRA adapter, 0 for none; None if the model
+    has no adapters. rope_deltas [num_rows] int64: offset added to rotary positions of a row's tokens; None if images do
+    not shift positions. stores: False for a model that writes no K/V and attends to another model's in the pool.
+    Raises ValueError if the pool's layers or the sinks do not match `layers`.
     """
 
     backend: AttentionBackend
@@ -64,27 +64,27 @@ class ForwardContext:
 
     @property
     def states(self) -> tuple[LayerState, ...]:
-        """All that the layers keep between forwards."""
+        """All state that the layers keep between forwards: the pool, then `row_states`."""
         return (self.pool, *self.row_states)
 
     @property
     def state_pool(self) -> StatePool | None:
-        """Return what recurrent layers keep; None of a model that has none."""
+        """The state of recurrent layers; None if the model has no such layers."""
         return next((state for state in self.row_states if isinstance(state, StatePool)), None)
 
     def recurrent(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
-        """Within it, recurrent layers find their states, in a forward of `metadata`."""
+        """Return a context in which recurrent layers find their states for a forward of `metadata`."""
         pool = self.state_pool
         return nullcontext() if pool is None else recurrent_scope(StateScope(pool, metadata))
 
     def adapted(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
-        """Within it, adapted layers find the adapter of each token, in a forward of `metadata`."""
+        """Return a context in which LoRA layers find the adapter of each token of a forward of `metadata`."""
         return nullcontext() if self.adapters is None else adapter_scope(adapters_of_tokens(self.adapters, metadata))
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None
     ) -> torch.Tensor:
-        """Store k and v, if that is done, and attend, in the forward that the backend has planned."""
+        """Store k and v if `stores`, and attend in the planned forward: [T, Hq, v_dim]; arguments as in `attention`."""
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         run = self.backend.run if self.stores else self.backend.attend
         run(self.call(q, k, v, out, layer_id, rope))
@@ -93,7 +93,7 @@ class ForwardContext:
     def store(
         self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None, slots: torch.Tensor | None = None
     ) -> None:
-        """Store k and v in the slots of the forward that the backend has planned, or in `slots` [T] int64."""
+        """Store k and v in the slots of the planned forward, or in `slots` [T] int64."""
         q = k[:, :1]  # rotated beside k and read by nobody
         call = self.call(q, k, v, q, layer_id, rope)
         self.backend.store(call, self.backend.planned.out_cache_loc if slots is None else slots)
@@ -107,18 +107,19 @@ class ForwardContext:
         layer_id: int,
         rope: AnyRope | None,
     ) -> AttentionCall:
-        """The call of one layer, for the backend."""
+        """Return the AttentionCall of one layer; ValueError for a layer_id that is not in `layers`."""
         if not 0 <= layer_id < len(self.layers):
-            raise ValueError(f"layer_id={layer_id}: expected one of the context's {len(self.layers)} layers")
+            raise ValueError(f"layer_id={layer_id}: expected 0 to {len(self.layers) - 1}, a layer of the context")
         return AttentionCall(q, k, v, out, self.pool, layer_id, self.layers[layer_id], self.sinks[layer_id], rope)
 
 
 @dataclass(frozen=True)
 class _PaddedScope:
-    """Answers attention calls with one output for all layers of a shape, zeroed once: backends write live rows only.
+    """Executes attention calls of a packed forward; layers of a shape share one output, zeroed once, since backends
+    write live rows only.
 
-    A layer's answer has been read when the next layer attends, unless that is another turn of its module. before:
-    called with the layer's number before each call.
+    A layer's output has been read when the next layer attends, unless `LayerSpec.turn` differs. before: called with the
+    layer's number before each call.
     """
 
     context: ForwardContext
@@ -148,7 +149,8 @@ adapters_by, adapters_in_scope = _ADAPTERS.within, _ADAPTERS.get
 
 
 def adapter_scope(adapters: torch.Tensor) -> AbstractContextManager[None]:
-    """Within it, layers find the adapter of each row, [T] int64; ValueError for one that has not as many rows."""
+    """Return a context in which LoRA layers find the adapter of each row, [T] int64. ValueError for a layer whose input
+    has not T rows."""
     return adapters_by(partial(_all_of, adapters))
 
 
@@ -162,7 +164,7 @@ def _all_of(adapters: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def adapters_of_tokens(by_row: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-    """Return the adapter of each token [T] int64 of a forward, from those of all rows; 0 for padding."""
+    """Return each token's adapter, [T] int64, from those by row [num_rows] int64; 0 for padding."""
     own = by_row[metadata.rows]
     if metadata.mode is ForwardMode.EXTEND:
         return torch.nn.functional.pad(own, (0, 1))[metadata.owners()]
@@ -173,9 +175,10 @@ def adapters_of_tokens(by_row: torch.Tensor, metadata: AttentionMetadata) -> tor
 def forward_context(
     context: ForwardContext, metadata: AttentionMetadata, before: Callable[[int], None] = lambda layer_id: None
 ) -> Iterator[None]:
-    """A forward of `metadata`: it is counted and planned, and attention calls and recurrent layers find `context`.
+    """Count and plan a forward of `metadata`; within, attention calls and recurrent layers use `context`.
 
-    Of a packed one, rows of padding find zeros where nothing attends, and before(layer_id) comes before each attention.
+    In a packed forward the attention output of padding rows is zero, and before(layer_id) is called before each
+    attention. ValueError for inconsistent metadata.
     """
     context.on_forward(metadata.mode)
     context.backend.plan(metadata)
@@ -203,8 +206,8 @@ def _attn(
     return _SCOPE.get().attend(q, k, v, layer_id, rope)
 
 
-# K and V that it writes to the pool are no arguments of it, so a trace sees a pure function; its order is kept by what
-# it returns.
+# The pool it writes to is not an argument, so a trace sees a pure function; calls stay in order because later ops read
+# the output.
 define_op(
     "attn(Tensor q, Tensor k, Tensor v, int layer_id, Tensor? cos=None, Tensor? sin=None, Tensor? q_norm=None,"
     " Tensor? k_norm=None, float eps=0.0, float offset=0.0, bool is_late=False) -> Tensor",
@@ -218,12 +221,13 @@ def attention(
 ) -> torch.Tensor:
     """Attend with q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim] in the current context: [T, Hq, v_dim].
 
-    rope: tables [T, R] that the backend rotates q and k with, where they come un-rotated.
+    All of the pool's dtype. k and v are stored first. rope: tables [T, R] with which the backend rotates q and k; None
+    if they are rotated already. RuntimeError outside of `forward_context`.
     """
     return torch.ops.specdec.attn(q, k, v, layer_id, *(rope or (None, None)))
 
 
 def store(k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None = None) -> None:
-    """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool of the current context, where nothing attends to them
-    in this forward. rope: see `attention`."""
+    """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool of the current context without attending. rope: see
+    `attention`."""
     _SCOPE.get().store(k, v, layer_id, rope)

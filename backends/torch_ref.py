@@ -46,7 +46,7 @@ class _Plan:
 
 
 class TorchBackend(AttentionBackend):
-    """See the module docstring."""
+    """Reference attention in plain torch, on CPU and CUDA; exact in fp32."""
 
     name = "torch"
     capabilities = Capabilities(

@@ -1,7 +1,7 @@
-"""`specdec::grouped_linear`: products of tokens with the experts they were sent to, one op for any number of tokens.
+"""`specdec::grouped_linear`: products of tokens with their routed experts, one op for any number of tokens.
 
-Expert weights are its arguments, so traces and checks of addresses see them. Nothing waits for the host on CUDA, where
-kernels of ours run it: it can be captured, in prefills too.
+Expert weights are arguments, so traces and checks of addresses see them. Our kernels run it on CUDA without waiting for
+the host, so it can be captured, in prefills too.
 """
 
 import torch
@@ -30,18 +30,18 @@ def grouped_linear(
     is_transposed: bool = False,
     activation: str = "",
 ) -> torch.Tensor:
-    """Return [T*k, N]: row t*k+j is x's product with the weight of expert expert_ids[t, j], plus its bias.
+    """Return the products of tokens with their experts, [T*k, N]: row t*k+j uses expert expert_ids[t, j].
 
-    x: [T, K], whose row t serves all k, or [T*k, K]. expert_ids: [T, k], int64 or int32, not negative; those past the
-    last expert, which stand for experts of other ranks, give rows of zeros. weight: [E, N, K], or [E, K, N] if
-    is_transposed, of x's dtype. bias: [E, N]. A product is rounded to that dtype before its bias is added. K is summed
-    in order and never split, so a row's bits depend on neither the other rows nor their number.
+    x: [T, K], whose row t is used by all k experts of the token, or [T*k, K]. expert_ids: [T, k], int64 or int32, not
+    negative; ids >= E, which stand for experts of other ranks, give rows of zeros. weight: [E, N, K], or [E, K, N] if
+    is_transposed, of x's dtype. bias: [E, N] or None. A product is rounded to x's dtype before its bias is added. K is
+    summed in order and never split, so a row's bits depend neither on the other rows nor on their number.
 
-    activation: of `linear.gated_linear`, or "swigluoai", GPT-OSS's gate, whose gate and up take turns in the columns;
-    the result is then activation(gate) * up, [T*k, N / 2].
+    activation: of `linear.gated_linear`, or "swigluoai", the gate of GPT-OSS, whose gate and up columns alternate; the
+    result is then activation(gate) * up, [T*k, N / 2].
 
-    On CUDA the twin, which reads ids on the host, runs where Triton is not installed, and in other dtypes: an expert at
-    a time, as transformers' eager experts do.
+    The torch twin loops over experts as transformers' eager experts do, which reads ids on the host. It runs on the
+    CPU; on CUDA only without Triton and for dtypes other than bf16, fp16 and fp32.
     """
     ids = expert_ids.flatten()
     copies = ids.shape[0] // max(x.shape[0], 1)

@@ -1,4 +1,4 @@
-"""Compares products with experts with their twin, on the model's own weights."""
+"""Compares `grouped_linear` with its torch twin, on the model's own expert weights."""
 
 from functools import partial
 
@@ -16,8 +16,8 @@ TWIN = experts.grouped_linear.twin
 
 
 def expert_checks(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> list[Check]:
-    """Checks of products with `weight` and `bias`, for which see `experts.grouped_linear`; none in other dtypes than
-    its kernels have, whose products are the twin's."""
+    """Return the checks of `grouped_linear` with `weight` and `bias`; none for dtypes without kernels, which run the
+    twin itself. Arguments: see `experts.grouped_linear`."""
     if weight.dtype not in experts.KERNEL_DTYPES:
         return []
     narrow = weight[..., :COLUMNS] if is_transposed else weight[:, :COLUMNS]
@@ -26,9 +26,8 @@ def expert_checks(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed
 
 
 def _answers(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool, is_twin: bool) -> list[Answer]:
-    """Multiply random tokens, one and then many, with a few experts, the first and the last among them, and with none.
-
-    The twin gets only those, in fp32.
+    """Multiply random tokens, one and then many, by FEW experts, the first and last among them, and by an id past the
+    last. The twin gets only those experts, in fp32.
     """
     num_experts, num_features, dtype = weight.shape[0], weight.shape[1 if is_transposed else 2], weight.dtype
     random = torch.Generator(weight.device).manual_seed(SEED)

@@ -1,7 +1,7 @@
-"""`specdec::top_scores`, `weighted_sum`: which experts a token chooses, and the sum of what they give; and its norm.
+"""`specdec::top_scores`, `weighted_sum`, `experts_rms_norm`: MoE routing, the sum of experts' outputs, and its norm.
 
-A row's bits depend on that row alone. Traces call `top_scores` for `torch.topk`, which sorts, with two launches and
-more, and for the softmax before or after it.
+A row's bits depend on that row alone. In traces `top_scores` replaces `torch.topk`, which takes two launches or more,
+and the softmax before or after it.
 """
 
 import torch
@@ -24,11 +24,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def top_scores(
     scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the k largest of each row of scores [..., E], of equal ones those of lower index: values [..., k], the
-    largest first, and indices [..., k] int64.
+    """Choose the k largest of each row of scores [..., E]: values [..., k], descending, and indices [..., k] int64.
 
-    softmax: "all" for values of the softmax over all scores, "chosen" for one over the chosen scores, "" for the scores
-    themselves. dtype: of the values; else that of scores. Of equal scores `torch.topk` chooses any.
+    Among equal scores the lower index is chosen, where `torch.topk` may choose any. softmax: "all": values are those of
+    the softmax over all scores; "chosen": of the softmax over the chosen ones; "": the scores themselves. dtype: of the
+    values, by default that of scores.
     """
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
     values, indices = values[..., :k], indices[..., :k].contiguous()
@@ -40,7 +40,7 @@ def top_scores(
 
 
 def takes(scores: torch.Tensor, k: int) -> bool:
-    """Return whether `top_scores` is for such `scores`, whose number of rows may be unknown."""
+    """Return whether `top_scores` supports dtype and last dim of `scores`; the number of rows may be symbolic."""
     num = int(scores.shape[-1])
     return scores.dtype in DTYPES and num <= MOST_SCORES and 0 < k <= min(num, MOST_CHOSEN)
 
@@ -52,9 +52,10 @@ def takes(scores: torch.Tensor, k: int) -> bool:
     lambda rows, *_: rows.dtype in DTYPES,
 )
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum over j of rows[t*k+j] * weights[t, j], in the order of j: [T, h] of `dtype`.
+    """Return the sums of a token's k expert outputs, [T, h] in `dtype`: over j of rows[t*k+j] * weights[t, j].
 
-    rows: [T*k, h]; weights: [T, k]. Products are rounded to the dtype that torch promotes both to, sums at the end.
+    rows: [T*k, h]; weights: [T, k]. Products are rounded to the dtype that torch promotes both to, and added in fp32 in
+    the order of j; sums are rounded once.
     """
     products = rows.view(*weights.shape, -1) * weights.unsqueeze(-1)
     total = products[:, 0].float()
@@ -84,10 +85,11 @@ def experts_rms_norm(
     offset: float,
     is_late: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `add_rms_norm` of what experts give, their `weighted_sum` plus sigmoid(gate) * shared, and `residual`.
+    """Return `add_rms_norm` of the experts' output and `residual`: (norm, total), both in the shape of residual.
 
-    shared: [T, h] of shared experts, gate: [T, 1], left out if None. residual: [..., h], T tokens. Rounded after every
-    step, as the ops are that this one replaces.
+    The experts' output is `weighted_sum(rows, weights)` plus sigmoid(gate) * shared. shared: [T, h], output of shared
+    experts, or None; gate: [T, 1], None for a factor of 1. residual: [..., h] of T tokens. Rounded after every step, as
+    the ops that it replaces.
     """
     total = weighted_sum.twin(rows, weights, residual.dtype)
     if shared is not None:

@@ -1,4 +1,4 @@
-"""`specdec::grouped_mxfp4` and `specdec::grouped_fp8`: products of tokens with quantised experts, see `grouped_linear`.
+"""`specdec::grouped_mxfp4`, `specdec::grouped_fp8`: `grouped_linear` with experts quantised to MXFP4 or FP8.
 
 A row's bits depend on that row alone. On CUDA kernels run them without waiting for the host.
 """
@@ -11,12 +11,12 @@ from specdec.backends.library import op
 from specdec.backends.linear.fp8 import dequantised
 from specdec.backends.linear.packed import BLOCK, NUM_WORDS
 
-GROUP = 32  # features of an exponent
+GROUP = 32  # features that share an exponent
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the fourth bit is the sign (OCP Microscaling, table 5)
 # Where a half word keeps its four elements: j, the bits of sign, exponent and mantissa in bf16, and by how many bits
 # they are rotated to the left, in both halves together. A rotation back and a mask unpack them; the last has two parts.
 PLACES = ((0, 0x81C0, 0), (1, 0x81C0, 6), (2, 0x81C0, 28), (3, 0x80C0, 26), (3, 0x0100, 2))
-OFFSET, LARGEST = 126, 128  # what is added to exponents, and the largest that our kernel can have
+OFFSET, LARGEST = 126, 128  # added to stored exponents; the largest stored exponent that our kernel supports
 
 
 @op(
@@ -34,10 +34,11 @@ def grouped_mxfp4(
     bias: torch.Tensor | None = None,
     activation: str = "",
 ) -> torch.Tensor:
-    """Return [T*k, N] of bf16 x [T, K] or [T*k, K]: see `experts.grouped_linear` for x and expert_ids [T, k].
+    """Return the products of tokens with their MXFP4 experts, [T*k, N] in x's dtype; see `experts.grouped_linear`.
 
-    words [E, B, N, 16], exponents [E, B, N] int32: from `pack_mxfp4`. bias: [E, N] float32. activation: "", or
-    "swigluoai" for [T*k, N / 2]. Sums, bias and gate are in fp32 and rounded once, as the Hub's kernel does.
+    x: [T, K] or [T*k, K], bf16 for the kernel. words [E, B, N, 16], exponents [E, B, N], both int32: from `pack_mxfp4`.
+    bias: [E, N] float32 or None. activation: "", or "swigluoai" for [T*k, N / 2]. Sums, bias and gate are in fp32 and
+    rounded once, as in the Hub's kernel.
     """
     if not x.is_cuda or x.dtype != torch.bfloat16 or not has_triton():
         return grouped_mxfp4_twin(x, expert_ids, words, exponents, bias, activation)
@@ -62,8 +63,9 @@ def grouped_fp8(
     dtype: torch.dtype,
     activation: str = "",
 ) -> torch.Tensor:
-    """Return [T*k, N] of `dtype`, of x and row_scales from `linear.fp8.quantise`, by weight [E, N, K] FP8 and scales
-    [E, N / 128, K / 128] float32, rounded up; K a multiple of 128. activation: "", or "silu" for [T*k, N / 2]."""
+    """Return the products of FP8 tokens with their FP8 experts, [T*k, N] in `dtype`; see `experts.grouped_linear`. x,
+    row_scales: from `linear.fp8.quantise`. weight: [E, N, K] e4m3, K a multiple of 128; scales: [E, N / 128, K / 128]
+    float32, N / 128 rounded up. activation: "", or "silu" for [T*k, N / 2]."""
     if not x.is_cuda or not has_triton():
         return grouped_fp8_twin(x, row_scales, expert_ids, weight, scales, dtype, activation)
     from specdec.backends.triton.experts.quantised import grouped
@@ -72,11 +74,11 @@ def grouped_fp8(
 
 
 def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layout of one expert, words [B, N, 16] and exponents [B, N], both int32; B = K / 128, rounded up.
+    """Pack one MXFP4 expert: words [B, N, 16] and exponents [B, N], both int32; B = K / 128, rounded up.
 
-    blocks: [N, K / 2] uint8, the lower half of a byte first; scales: [N, K / 32] uint8, biased by 127, LARGEST at most.
-    Word 2 * i + q of a block has elements 64 * q + 16 * j + 2 * i in its lower half and the next ones in its upper
-    half, for j < 4: see PLACES; an exponent of 32 features is a byte of a word.
+    blocks: [N, K / 2] uint8, the lower half of a byte first; scales: [N, K / 32] uint8, exponents biased by 127, at
+    most LARGEST. Word 2 * i + q of a block has elements 64 * q + 16 * j + 2 * i in its lower half and the next ones in
+    its upper half, for j < 4: see PLACES. A word of exponents has four, a byte each.
     """
     N, rest = blocks.shape[0], -blocks.shape[1] * 2 % BLOCK
     codes = torch.nn.functional.pad(torch.stack([blocks & 15, blocks >> 4], -1).flatten(1), (0, rest)).to(torch.int32)
@@ -91,7 +93,7 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
 
 
 def unpack_mxfp4(words: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the weights [N, 128 * B] fp32 of one expert of `pack_mxfp4`."""
+    """Return the weights [N, 128 * B] fp32 of one expert packed by `pack_mxfp4`."""
     codes, shifts = _codes(words), torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
     table = torch.tensor([*VALUES, *(-v for v in VALUES)], dtype=torch.float32, device=words.device)
     fields = (exponents.T.unsqueeze(-1) >> shifts & 255).reshape(len(codes), -1)

@@ -1,8 +1,9 @@
-"""`specdec::linear`, `wide_linear`, `gated_linear`, `gate`, `rms_norm`, `add_rms_norm`, ...: a row's bits are its own.
+"""`specdec::linear`, `wide_linear`, `gated_linear`, `gate`, `rms_norm`, `add_rms_norm`, ...: batch-invariant layers.
 
-Products sum K in order and never split it; norms have one kernel for any number of rows. So plain decoding,
-verification and prefills of any batch compute the same values. Kernels of ours run them on CUDA in 16 bits, their twins
-elsewhere. Weights are arguments, so traces and checks of addresses see them; nothing waits for the host in a capture.
+The bits of a row do not depend on the other rows: products sum K in order and never split it; norms have one kernel for
+any number of rows. So plain decoding, verification and prefills of any batch compute the same values. CUDA tensors in
+bf16 and fp16 run our kernels, others the torch twins. Weights are arguments, so traces and checks of addresses see
+them; nothing waits for the host in a capture.
 """
 
 from collections.abc import Sequence
@@ -15,14 +16,14 @@ from specdec.backends.gates import ACTIVATIONS, apply_gate_twin, gate_twin
 from specdec.backends.library import KERNEL_DTYPES, has_triton, op
 
 NORM_ARGUMENTS = "Tensor weight, float eps, float offset, bool is_late"
-MOST_PARTS = 3  # of a product's columns that have weights of their own, such as Q, K and V
+MOST_PARTS = 3  # weights, such as Q, K and V, whose products are columns of one result
 
 
 @op("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", lambda x, weight, *_: _rows(x, weight.shape[0]))
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x @ weight.T + bias [..., N], contiguous; bias is added before the one rounding.
+    """Return x @ weight.T + bias [..., N], contiguous, in x's dtype; bias is added before the one rounding.
 
-    x: [..., K], its last dim dense. weight: [N, K] with dense rows, bias: [N], both of x's dtype.
+    x: [..., K], its last dim contiguous. weight: [N, K] with contiguous rows; bias: [N]; both of x's dtype.
     """
     return _product(x, weight, bias)
 
@@ -32,7 +33,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     lambda x, weight, *_: _rows(x, weight.shape[0], dtype=torch.float32),
 )
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `linear` of 16-bit x and weight without the rounding, in fp32, as routers of experts have it."""
+    """Return x @ weight.T + bias [..., N] in fp32, unrounded, as MoE routers need it; arguments as in `linear`."""
     if not is_ours(x, weight):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     from specdec.backends.triton.linear import products
@@ -48,8 +49,8 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """Return activation(gate) * up [..., I], contiguous, where gate and up are the halves of linear(x, weight, bias).
 
-    weight: [2*I, K], gate's rows first. activation: "silu", "gelu" or "gelu_tanh". The product, the activation
-    (computed in fp32) and the result are each rounded to x's dtype.
+    weight: [2*I, K], gate's rows first; bias: [2*I] or None. activation: "silu", "gelu" or "gelu_tanh", else
+    ValueError. The product, the activation (computed in fp32) and the result are each rounded to x's dtype.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
@@ -58,7 +59,8 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 @op("gate(Tensor x, str activation) -> Tensor", lambda x, _: _rows(x, x.shape[-1] // 2), "linear.gates")
 def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return activation(gate) * up [..., I], contiguous, of the halves of x [..., 2*I], with `gated_linear`'s bits."""
+    """Return activation(gate) * up [..., I], contiguous, where gate and up are the halves of x [..., 2*I]. Rounds as
+    `gated_linear` does: gate(linear(x, weight, bias)) has its bits."""
     return gate_twin(x, activation)
 
 
@@ -71,8 +73,8 @@ def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
 def apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up, contiguous in the shape of up; rounded after each step.
 
-    gate: of up's dtype, as many elements in rows [..., N] whose N divides up's last dim; both may be strided, such as
-    parts of a joined product. activation: of `gated_linear`, or "sigmoid".
+    gate: of up's dtype and number of elements, in rows [..., N] whose N divides up's last dim; both may be strided,
+    such as slices of one product. activation: one of `gated_linear`, or "sigmoid".
     """
     return apply_gate_twin(gate, up, activation)
 
@@ -82,8 +84,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, i
     """Return the RMS norm of x [..., H] over its last dim, contiguous, in x's dtype; statistics in fp32.
 
     weight: [H]. is_late: multiply by offset + weight in fp32 and round once (Gemma with offset 1, GPT-OSS with 0);
-    else round, then multiply by weight and round again (Llama, Qwen). Rows of x may be strided, such as heads of a
-    joined QKV.
+    else round, then multiply by weight and round again (Llama, Qwen); offset is ignored then. Rows of x may be strided,
+    such as heads of one QKV product.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -100,7 +102,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, i
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `rms_norm` of total, and total = x + residual, rounded to their dtype."""
+    """Return (`rms_norm` of total, total) where total = x + residual, both [..., H], rounded to x's dtype."""
     total = (x + residual).contiguous()
     return rms_norm.twin(total, weight, eps, offset, is_late), total
 
@@ -111,9 +113,9 @@ def add_rms_norm(
     "linear.norms",
 )
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return `rms_norm` of x [..., H], rounded before the weight is applied, times silu(gate), in x's dtype.
+    """Return `rms_norm` of x [..., H] (is_late=False) times silu(gate), in x's dtype.
 
-    gate: of x's dtype, as many rows of H as x has, in any shape. silu and the last product are computed in fp32.
+    gate: of x's dtype and number of elements, in any shape. silu and the last product are computed in fp32.
     """
     normed = rms_norm.twin(x, weight, eps, 0.0, False)
     return (normed * F.silu(gate.reshape(x.shape).float())).to(x.dtype)
@@ -140,24 +142,24 @@ def product_twin(
 
 
 def joined_twin(parts: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], activation: str) -> torch.Tensor:
-    """Return products side by side, each with its bias if there are some, or the gate of the first over the second."""
+    """Return `parts` [..., N_i], plus `bias` [N_i] if not empty, concatenated; with an activation, `gate` of that."""
     parts = [part + b for part, b in zip(parts, bias, strict=True)] if bias else parts
     product = torch.cat(list(parts), -1)
     return gate_twin(product, activation) if activation else product
 
 
 def is_ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the product of `x` and `weight` has a kernel of ours."""
+    """Return whether our kernel runs the product of `x` and `weight`."""
     return has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
 
 
 def has_kernels(x: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether products of `x`, or in another `dtype`, have kernels of ours."""
+    """Return whether our kernels run products of `x` in `dtype`, by default that of x."""
     return x.is_cuda and (dtype or x.dtype) in KERNEL_DTYPES and has_triton()
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., K] as rows [M, K] that begin at multiples of 16 bytes."""
+    """Return x [..., K] as rows [M, K], each contiguous and aligned to 16 bytes; copies only if need be."""
     rows = x.reshape(-1, x.shape[-1])
     is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % 16 == 0 and rows.stride(1) == 1
     return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
 """`specdec::quantise`, `fp8_linear`, ...: products of FP8 with FP8 (W8A8), with scales by block or by channel.
 
-By block, as fine-grained FP8 has it: rows are quantised 128 features at a time, weights have a scale per block of 128 x
-128. By channel, as compressed-tensors has it: a row has one scale, and so has each of its products. Weights and their
-scales are the model's own tensors. A row's bits depend on that row alone.
+By block (fine-grained FP8, DeepSeek-V3): activations have a scale per 128 features, weights one per block of 128 x 128.
+By channel (compressed-tensors): activations have a scale per row, weights one per output channel. Weights and scales
+are the model's own tensors. A row's bits depend on that row alone.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,15 @@ from specdec.backends.linear import NORM_ARGUMENTS, add_rms_norm, joined_twin, r
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 LARGEST, LEAST = 448.0, 1e-12  # of DTYPE, and of a scale
-CHUNK = 32 * BLOCK  # rows of weights that `in_blocks` quantises together
+CHUNK = 32 * BLOCK  # rows of a weight that `in_blocks` quantises at a time
 Blocks = tuple[torch.Tensor, torch.Tensor]  # weights [N, K], and scales [N / 128, K / 128] float32
 
 
 @op("quantise(Tensor x, bool by_row) -> (Tensor, Tensor)", lambda *given: _like_quantised(*given), "linear.fp8")
 def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x [..., K] in FP8 (e4m3) and the scales [..., K / 128] float32 that were taken out: the largest of 128
-    features is 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). by_row: the largest of a row is, scales [..., 1]."""
+    """Quantise x [..., K] to FP8 (e4m3); return it and its scales, float32: x is about the product of the two. Each 128
+    features have a scale, [..., K / 128], that maps their largest magnitude to 448 (DeepSeek-V3, arXiv:2412.19437,
+    section 3.3.2). by_row: each row has one, [..., 1]."""
     blocks = x.float().unflatten(-1, (-1, x.shape[-1] if by_row else BLOCK))
     largest = torch.full((), LARGEST, dtype=torch.float32, device=x.device)
     scales = (blocks.abs().amax(-1) / largest).clamp(min=LEAST)  # by a number, CUDA multiplies by its reciprocal
@@ -38,7 +39,7 @@ def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]
 def rms_norm_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool, by_row: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `quantise` of `linear.rms_norm`, in one launch."""
+    """Return `quantise(linear.rms_norm(...), by_row)`, in one launch."""
     return quantise.twin(rms_norm.twin(x, weight, eps, offset, is_late), by_row)
 
 
@@ -56,7 +57,7 @@ def add_rms_norm_fp8(
     is_late: bool,
     by_row: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `quantise` of the norm of `linear.add_rms_norm`, and the total, in one launch."""
+    """Return (FP8, scales, total): `linear.add_rms_norm` with its norm quantised (see `quantise`), in one launch."""
     normed, total = add_rms_norm.twin(x, residual, weight, eps, offset, is_late)
     return *quantise.twin(normed, by_row), total
 
@@ -79,11 +80,12 @@ def fp8_linear(
     dtype: torch.dtype,
     activation: str = "",
 ) -> torch.Tensor:
-    """Return x @ W.T [..., sum of N] of `dtype` for up to three weights, one after another, plus bias, rounded twice.
+    """Return x @ W.T + bias [..., sum of N] in `dtype`, for one to three weights W, whose products are concatenated.
 
-    x, row_scales: from `quantise`. weights: [N, K] FP8 (e4m3), dense; K a multiple of 128, N of 16. scales: of each,
-    float32: [N / 128, K / 128], rounded up, or [N] for rows that are quantised `by_row`. bias: [N] each, or none at
-    all. activation: of `linear.gated_linear`, for two weights.
+    x, row_scales: from `quantise`. weights: [N, K] FP8 (e4m3), contiguous; K a multiple of 128, N of 16. scales: one
+    for each weight, float32: [N / 128, K / 128], N / 128 rounded up, or [N] if x was quantised `by_row`. bias: one [N]
+    for each weight, or an empty list. Rounded to `dtype` after the product and after the bias. activation: of
+    `linear.gated_linear`, with two weights (gate, up) of N rows: the result is activation(gate) * up, [..., N].
     """
     rows = x.float() * row_scales.repeat_interleave(x.shape[-1] // row_scales.shape[-1], -1)
     parts = [(rows @ dequantised(w, s).T).to(dtype) for w, s in zip(weights, scales, strict=True)]
@@ -106,20 +108,20 @@ def gated_linear_fp8(
     dtype: torch.dtype,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `quantise` by blocks of what `fp8_linear` gives with an activation, N a multiple of 128; of few rows and
-    weights by blocks in one launch."""
+    """Return `quantise(fp8_linear(...), by_row=False)` with an activation; N must be a multiple of 128. One launch for
+    few rows with weights scaled by block."""
     return quantise.twin(fp8_linear.twin(x, row_scales, weights, scales, bias, dtype, activation), False)
 
 
 def takes(N: int, K: int) -> bool:
-    """Return whether there are products with weights [N, K] by blocks."""
+    """Return whether `fp8_linear` supports weights [N, K] with scales by block."""
     return N % 16 == 0 and K % BLOCK == 0
 
 
 @torch.no_grad()
 @torch.inference_mode(False)
 def in_blocks(weight: torch.Tensor) -> Blocks:
-    """Return weight [N, K] in FP8 by blocks, whose largest element is 448, and their scales."""
+    """Quantise weight [N, K] by blocks of 128 x 128, whose largest magnitude becomes 448: (FP8, scales); see Blocks."""
     weights, scales = zip(*map(_rows_in_blocks, weight.detach().split(CHUNK)), strict=True)
     return torch.cat(weights), torch.cat(scales)
 
@@ -132,13 +134,13 @@ def _rows_in_blocks(weight: torch.Tensor) -> Blocks:
 
 
 def times_blocks(x: torch.Tensor, weights: Blocks, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x [..., K] in 16 bits times the weights of `in_blocks`, plus bias [N] or None: [..., N]."""
+    """Return x @ W.T + bias [..., N] for x [..., K] in bf16 or fp16, W from `in_blocks`, bias [N] or None."""
     of_weights, scales = weights
     return fp8_linear(*quantise(x, False), [of_weights], [scales], [] if bias is None else [bias], x.dtype)
 
 
 def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return weight [N, K] times its scales, [N / 128, K / 128] or [N], in fp32."""
+    """Return the fp32 values [N, K] of an FP8 weight and its scales, [N / 128, K / 128] or [N]."""
     N, K = weight.shape
     if scales.dim() == 1:
         return weight.float() * scales.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""`specdec::joined_inputs`: what the first layer of a draft head reads, in one launch."""
+"""`specdec::joined_inputs`: the input of a draft head's first layer, normed embeddings and states, in one launch."""
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +29,10 @@ def joined_inputs(
     offset: float,
     is_late: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norms of embeddings and of states, side by side [T, 2*H], and the rows of tables at positions [T, 2, R].
+    """Return the RMS norms of token embeddings and of states, concatenated [T, 2*H], and rope tables [T, 2, R].
 
-    ids, positions: [T] int64, ids below 0 count as 0. embedding: [V, H], states: [T, H]; weight, state_weight: [H], of
-    their norms, see `rms_norm`; all of one dtype. tables: [N, 2, R], a rope's cosines and sines by position.
+    ids, positions: [T] int64; ids below 0 count as 0. embedding: [V, H]; states: [T, H]; weight, state_weight: [H], of
+    the two norms, see `rms_norm`; all of one dtype. tables: [N, 2, R], a rope's cosines and sines by position.
     """
     pairs = (F.embedding(ids.clamp(min=0), embedding), weight), (states, state_weight)
     return torch.cat([rms_norm.twin(x, w, eps, offset, is_late) for x, w in pairs], -1), tables[positions]

@@ -1,8 +1,9 @@
-"""`specdec::latent_queries`, `latent_values`: what lets attention over latents (MLA, arXiv:2405.04434) expand no key.
+"""`specdec::latent_queries`, `latent_values`: absorbed projections of MLA (arXiv:2405.04434): no key is expanded.
 
-A key's first columns and its value are products of one latent with a matrix of each head. These products are taken of
-the queries in place of the keys, and of what is attended in place of the values. K is summed in order and never split,
-so a row's bits are its own. Kernels of ours run them on CUDA in 16 bits, their twins elsewhere.
+In each head, a matrix maps a latent to the non-rotary columns of a key, and another to the value. These ops apply the
+first to queries in place of keys, and the second to attention outputs in place of values. K is summed in order and
+never split, so a row's bits do not depend on other rows. CUDA tensors in bf16 and fp16 run our kernels, others the
+torch twins.
 """
 
 import torch
@@ -16,11 +17,11 @@ from specdec.backends.library import op
     "linear.latents",
 )
 def latent_queries(q: torch.Tensor, weight: torch.Tensor, num_rotary: int) -> torch.Tensor:
-    """Return queries of latents [T, H, R + num_rotary]: of each head the product of its columns before the last
-    num_rotary, which stay as they are.
+    """Return queries [T, H, R + num_rotary] that attend to latents: the first N columns of each head are mapped to R.
 
-    q: [T, H, N + num_rotary], its last dim dense. weight: [H * (N + V), R], dense, of q's dtype: of each head what
-    expands latents to N columns of keys, then to V of values.
+    The last num_rotary columns stay as they are. q: [T, H, N + num_rotary], its last dim contiguous. weight:
+    [H * (N + V), R] (kv_b_proj), contiguous, of q's dtype: for each head N rows that expand a latent to a key, then V
+    rows that expand it to a value.
     """
     num_keys = q.shape[2] - num_rotary
     keys = weight.view(q.shape[1], -1, weight.shape[1])[:, :num_keys]
@@ -34,6 +35,7 @@ def latent_queries(q: torch.Tensor, weight: torch.Tensor, num_rotary: int) -> to
     "linear.latents",
 )
 def latent_values(x: torch.Tensor, weight: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return values [T, H, V] of weighted latents x [T, H, R]; weight: see `latent_queries`, num_keys: its N."""
+    """Return attention outputs [T, H, V] from weighted sums of latents x [T, H, R]. weight: see `latent_queries`, of
+    x's dtype; num_keys: its N."""
     values = weight.view(x.shape[1], -1, weight.shape[1])[:, num_keys:]
     return torch.bmm(x.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1).contiguous()

@@ -1,8 +1,8 @@
-"""`specdec::lora`: what low-rank adapters add to linear products, in each row that of its own adapter; `lora_linear`:
-the product, too.
+"""`specdec::lora`: adds LoRA products (arXiv 2106.09685) to linear ones, each row with its own adapter (multi-LoRA);
+`lora_linear`: both products.
 
-The ops know no names: `adapter_scope` holds the adapter of each row of the forward in flight, 0 for none. A row's
-bits depend on that row and its adapter alone: K goes in chunks, each in order, which are summed in order.
+`adapter_scope` holds the adapter number of each row of the current forward, 0 for none. A row's bits depend on that row
+and its adapter alone: K is summed in chunks, in order within a chunk and over chunks.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from specdec.backends.linear import gate, has_kernels, is_ours, linear
 from specdec.backends.op import adapters_in_scope
 
 MAX_RANK = 128
-RANKS = (16, 32, 64, MAX_RANK)  # that kernels have; others are filled up with zeros
+RANKS = (16, 32, 64, MAX_RANK)  # supported by the kernels; other ranks are padded with zeros
 
 
 @op(
@@ -29,11 +29,12 @@ def lora(
     b: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return y + scale * x @ A.T @ B.T [..., N], with A, B and scale of each row's adapter; y of rows that have none.
+    """Return y + scale * x @ A.T @ B.T [..., N], with A, B and scale of each row's adapter; rows without one stay y.
 
-    x: [..., K], y: [..., N], their last dims dense. Of each of three parts of y's columns at most, in their order:
-    a [n, R, K] and b [n, N_i, R], dense, of x's dtype; scales [n] float32. R: one of RANKS, the same for all parts; n:
-    of adapters, the first of which is number 1. x @ A.T is rounded to x's dtype, and then the sum, once.
+    x: [..., K], y: [..., N], their last dims contiguous. The columns of y have one to three parts of N_i columns, such
+    as Q, K and V; for each part, in order: a [n, R, K] and b [n, N_i, R], contiguous, of x's dtype; scales [n] float32.
+    n: adapters; entry i belongs to adapter number i + 1. R: one of RANKS, the same for all parts. x @ A.T is rounded to
+    x's dtype, and so is the sum, once.
     """
     rows, wide = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     adapters = adapters_in_scope()(len(rows))
@@ -60,9 +61,10 @@ def lora_linear(
     scales: Sequence[torch.Tensor],
     activation: str = "",
 ) -> torch.Tensor:
-    """Return `lora` of x and `linear`(x, weight, bias), and its `gate` where there is an activation, with their bits.
+    """Return lora(x, linear(x, weight, bias), a, b, scales) [..., N], or `gate` of it with an activation, [..., N / 2].
 
-    Two launches do it for few rows, where parts begin at multiples of the product's tiles, and gate and up are parts.
+    Has the bits of the separate ops. Few rows take two launches if parts begin at multiples of the product's tiles, and
+    gate and up are parts.
     """
     rows = x.reshape(-1, x.shape[-1])
     if is_ours(x, weight) and all(t.dtype == x.dtype for t in (*a, *b)):
@@ -84,7 +86,7 @@ def lora_twin(
     scales: Sequence[torch.Tensor],
     adapters: torch.Tensor,
 ) -> torch.Tensor:
-    """See `lora`; x [T, K], y [T, N], adapters [T]."""
+    """See `lora`; x [T, K], y [T, N], adapters [T] int64."""
     out, begin = y.clone(), 0
     for of_a, of_b, of_scale in zip(a, b, scales, strict=True):
         part = out[:, begin : begin + of_b.shape[1]]

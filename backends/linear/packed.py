@@ -1,6 +1,7 @@
-"""`specdec::packed_linear`: products with 4-bit weights in a layout of ours, which kernels unpack in registers.
+"""`specdec::packed_linear`: products with 4-bit weights in our own layout, which kernels unpack in registers.
 
-A block of 128 features of one column is 16 words of 32 bits; see `pack`. A row's bits depend on that row alone.
+A block of 128 input features of one output feature is 16 words of 32 bits; see `pack`. A row's bits depend on that row
+alone.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from specdec.backends.library import op
 from specdec.backends.linear import joined_twin
 
 BLOCK, NUM_WORDS = 128, 16  # features of a block, and the words that hold them
-GROUPS = (32, 64)  # features of one scale; or a multiple of BLOCK
+GROUPS = (32, 64)  # supported group sizes, features of one scale, besides multiples of BLOCK
 NF4_GROUP = 64  # features of one scale
 # The codes of NF4 (QLoRA, arXiv:2305.14314, appendix E), quantiles of a normal distribution.
 NF4 = (
@@ -37,24 +38,25 @@ def packed_linear(
     bias: Sequence[torch.Tensor],
     activation: str = "",
 ) -> torch.Tensor:
-    """Return x @ W.T [..., sum of N] for up to three weights, one after another, plus bias, rounded twice.
+    """Return x @ W.T + bias [..., sum of N] for one to three 4-bit weights W, whose products are concatenated.
 
-    x: [..., K], bf16 or fp16. words, scales: from `pack`, of x's dtype, with groups of one size, or from `pack_nf4`. W
-    is rounded to x's dtype. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
+    x: [..., K], bf16 or fp16. words, scales: one for each weight, from `pack` with scales of x's dtype and one group
+    size, or from `pack_nf4`. W is rounded to x's dtype. bias: one [N] for each weight, or an empty list. Rounded after
+    the product and after the bias. activation: see `fp8_linear`.
     """
     parts = [F.linear(x, unpack(w, s, x.dtype)) for w, s in zip(words, scales, strict=True)]
     return joined_twin(parts, bias, activation)
 
 
 def takes(N: int, K: int, group: int) -> bool:
-    """Return whether there is a layout for weights [N, K] with a scale for `group` features."""
+    """Return whether `packed_linear` supports weights [N, K] with a scale per `group` features."""
     return N % 16 == 0 and K % BLOCK == 0 and K % group == 0 and (group in GROUPS or group % BLOCK == 0)
 
 
 def pack(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layout of weights (values - zeros) * scales: words [K / 128, N, 16] and scales [K / G, N], both int32.
+    """Pack the weights (values - zeros) * scales: words [K / 128, N, 16] and scales [K / G, N], both int32.
 
     values: [N, K] of 0..15; scales: [N, K / G], bf16 or fp16; zeros: [N, K / G], default 8. Words 2 * p and
     2 * p + 1 of a block have elements 16 * j + 2 * p, for j of 0..3 and of 4..7, at bits 4 * (j % 4), and their right
@@ -67,7 +69,7 @@ def pack(
 
 
 def pack_nf4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layout of weights NF4[values] * scales: words as of `pack`, and scales [K / 64, N] float32.
+    """Pack the weights NF4[values] * scales: words as in `pack`, and scales [K / 64, N] float32.
 
     values: [N, K] of 0..15; scales: [N, K / 64].
     """
@@ -75,13 +77,13 @@ def pack_nf4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
-    """Return the words [K / 128, N, 16] of values [N, K], as `pack` has them."""
+    """Return the words [K / 128, N, 16] int32 of values [N, K] in 0..15, in the layout of `pack`."""
     places = values.to(torch.int32).view(len(values), -1, 2, 4, 8, 2).permute(1, 0, 4, 2, 3, 5)
     return (places << _shifts(values.device)).sum((4, 5), dtype=torch.int32).flatten(2)
 
 
 def values_of(words: torch.Tensor) -> torch.Tensor:
-    """Return the values [N, K] of `words_of`, 0..15."""
+    """Invert `words_of`: return the values [N, K] int32, 0..15."""
     places = words.view(*words.shape[:2], 8, 2, 1, 1) >> _shifts(words.device) & 15
     return places.permute(1, 0, 3, 4, 2, 5).reshape(words.shape[1], -1)
 
@@ -92,7 +94,7 @@ def _shifts(device: torch.device) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights [N, K] of `pack` or `pack_nf4`, rounded to `dtype`, which scales of the former had."""
+    """Return the weights [N, K] packed by `pack` or `pack_nf4`, in `dtype`; for `pack` that of its scales."""
     values = values_of(words)
     if scales.dtype == torch.float32:
         codes = torch.tensor(NF4, dtype=torch.float32, device=words.device)[values]
