@@ -239,7 +239,7 @@ def test_a_draft_that_cannot_be_made_is_told_before_its_corpus_is(folder: Path, 
     questions = ["--max-new-tokens", 12, "--max-steps", 1, "--gsm8k", folder / "questions.jsonl"]
     for options, said in (
         (["--algo", "standalone"], "64 wide; take that or less"),
-        (["--algo", "eagle3"], "name three yourself"),
+        (["--algo", "eagle3"], "name three in aux_layers"),
     ):
         with pytest.raises(ValueError, match=said):
             invoke("run", *options, *questions, *where)

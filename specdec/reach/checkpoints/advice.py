@@ -1,4 +1,4 @@
-"""The settings a draft's author recommends on a GPU: `speculation.json` beside its weights.
+"""Drafting settings that a draft's author recommends on a GPU: `speculation.json` beside its weights.
 
 {"max_batch": 8, "num_steps": 5, "topk": 4, "num_draft_tokens": 24}: the settings of `attach` for engines of up to
 max_batch requests.
@@ -17,7 +17,7 @@ DRAFTING = ("num_steps", "topk", "num_draft_tokens")
 
 
 def read_advice(folder: Path) -> dict[str, int]:
-    """Return the numbers of a folder's file by name, none if there is no file. CheckpointError for a wrong one."""
+    """Read speculation.json in `folder`: numbers by name, {} without a file. CheckpointError for an invalid file."""
     if not (folder / ADVICE).is_file():
         return {}
     advice = read_json(folder, ADVICE)
@@ -29,7 +29,9 @@ def read_advice(folder: Path) -> dict[str, int]:
 
 
 def follow_advice(folder: Path, settings: Mapping[str, Any], default_batch: int) -> dict[str, Any]:
-    """Return `settings` with the drafting that a folder's file advises, if they name none and it is for their batch."""
+    """Return `settings`, with the advised num_steps, topk and num_draft_tokens if they set none of them (nor
+    synthetic_acceptance). Advice for a smaller max_batch than theirs (default_batch if unset) is ignored.
+    CheckpointError for an invalid file."""
     if {*DRAFTING, "synthetic_acceptance"} & set(settings):
         return dict(settings)
     advice = read_advice(folder)

@@ -46,7 +46,7 @@ def _because(problem: str, cause: str) -> str:
 
 
 def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
-    """Check that d2t holds offsets into t2d's members; absolute ids are the commonest porting mistake."""
+    """List problems of d2t [dv] and t2d [V]: d2t must hold offsets to the ids set in t2d, not absolute ids."""
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         return [f"d2t is {d2t.dtype} and t2d {t2d.dtype}; expected torch.int64 and torch.bool"]
     ids = d2t + torch.arange(d2t.numel())
@@ -64,7 +64,8 @@ def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
 
 
 def full_vocab_problems(d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> list[str]:
-    """Check the maps of a head that scores all V tokens: t2d marks all or none; d2t is zero, or gives a permutation."""
+    """List problems of d2t and t2d of a head that scores all V tokens: d2t must be zero or give a permutation, t2d all
+    or no ids."""
     problems = []
     marked = 0 if t2d is None else int((t2d != 0).sum())
     if t2d is not None and 0 < marked < t2d.numel():
@@ -81,12 +82,12 @@ def full_vocab_problems(d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> l
 
 
 def target_ids(d2t: torch.Tensor) -> torch.Tensor:
-    """Return the target id of each draft id, [dv] int64."""
+    """Return the target id of each draft id, [dv] int64, from offsets d2t [dv]."""
     return d2t.long() + torch.arange(d2t.numel())
 
 
 def weight_doubts(module: nn.Module) -> list[str]:
-    """Name weights that no training leaves behind: ones that are not finite, and an output head of zeros.
+    """List weights that no training produces: non-finite ones, and an output head of zeros.
 
     One pass over the weights, and one device sync at the end.
     """
@@ -104,7 +105,7 @@ def weight_doubts(module: nn.Module) -> list[str]:
 
 
 def warn_of_weights(module: nn.Module, where: str) -> None:
-    """Warn of weights that cannot draft. Outputs stay right, since drafts are verified."""
+    """Warn of the weights that `weight_doubts` lists. Text stays correct, since drafts are verified."""
     for doubt in weight_doubts(module):
         warnings.warn(
             f"{where}: {doubt}; its drafts will be rejected. Take another export, or train it anew", stacklevel=4
@@ -121,7 +122,7 @@ def is_copy(stored: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def warn_if_random(stored: torch.Tensor, weight: torch.Tensor, where: str) -> None:
-    """Warn about an embedding [V, h] that was exported as initialised: it does not correlate with the target's."""
+    """Warn of an embedding `stored` [V, h] that is uncorrelated with the target's `weight`: exported untrained."""
     rows = slice(0, 4096)
     a, b = stored[rows].float(), weight.detach()[rows].float().cpu()
     if a.shape != b.shape or abs(float(a.std()) / INIT_STD - 1) > 0.05:

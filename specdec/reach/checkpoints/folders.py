@@ -1,6 +1,6 @@
-"""Finds checkpoints: paths that a user or an index names, Hub snapshots, JSON files. Knows no tensors.
+"""Finds checkpoints: local paths, Hub snapshots, JSON files. Knows no tensors.
 
-A repository is not trusted: no name in it leads out of its folder, and a file that is wrong raises CheckpointError.
+Repositories are untrusted: a name that leads out of its folder, or an invalid file, raises CheckpointError.
 """
 
 import json
@@ -18,7 +18,7 @@ INDEX = ".index.json"
 
 
 def local_path(path_or_id: Any) -> Path:
-    """Return `path_or_id` as a path, whether it exists or not; ValueError if it is neither a path nor a name."""
+    """Return `path_or_id` as a Path, which need not exist; ValueError if it is neither a string nor a path."""
     if not isinstance(path_or_id, str | os.PathLike) or not os.fspath(path_or_id):
         raise ValueError(f"{path_or_id!r}: expected the path of a folder or a .gguf file, or a Hub id owner/name")
     path = Path(path_or_id)
@@ -31,7 +31,9 @@ def local_path(path_or_id: Any) -> Path:
 
 
 def locate(path_or_id: str | Path, weights: tuple[str, str] = (WEIGHTS, LEGACY_WEIGHTS)) -> tuple[Path, str | None]:
-    """Return (folder, None), or (Hub snapshot, repository) with its JSON files, and `weights` if they are one file."""
+    """Find a checkpoint: (folder, None), or (Hub snapshot, repository id). A snapshot has the repository's JSON files,
+    and a file of `weights` unless they are sharded. CheckpointError if there is no such folder and the Hub does not
+    serve it."""
     path = local_path(path_or_id)
     if path.is_dir():
         return path, None
@@ -53,7 +55,7 @@ def locate(path_or_id: str | Path, weights: tuple[str, str] = (WEIGHTS, LEGACY_W
 
 
 def download(repo: str, name: str) -> Path:
-    """Download one file of a Hub repository."""
+    """Download one file of a Hub repository; CheckpointError if that fails."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -63,7 +65,7 @@ def download(repo: str, name: str) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Read the JSON object in the file `name` of `folder`."""
+    """Read the JSON object in the file `name` of `folder`; CheckpointError if it is missing or is none."""
     path = folder / name
     if not path.is_file():
         raise CheckpointError(str(folder), [f"there is no {name}"])
@@ -77,7 +79,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_weight_map(folder: Path, name: str) -> dict[str, str]:
-    """Read the file of each tensor from the index `name`; CheckpointError if one of them is outside `folder`."""
+    """Read the file name of each tensor from the index `name`; CheckpointError for one outside `folder`."""
     weight_map = read_json(folder, name).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(str(folder), [f"{name} has no 'weight_map' (an object); download it anew"])
@@ -99,9 +101,9 @@ def _is_inside(folder: Path, name: Any) -> bool:
 
 @contextmanager
 def as_checkpoint_error(folder: str | Path, what: str) -> Iterator[None]:
-    """Turn any exception from within into a CheckpointError of `what`: the last resort for untrusted files.
+    """Turn any exception within this context into a CheckpointError that begins with `what`.
 
-    Checks with better messages come before it; a CheckpointError passes unchanged.
+    The last resort for untrusted files, after checks with better messages; a CheckpointError passes unchanged.
     """
     try:
         yield
@@ -114,10 +116,10 @@ def as_checkpoint_error(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def shortened(text: str, length: int = 120) -> str:
-    """Return `text`, without its middle if it is longer than `length`."""
+    """Return `text`, its middle cut out if it is longer than `length` characters."""
     return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
 
 
 def json_text(value: Mapping[str, Any]) -> str:
-    """Format `value` as in our files."""
+    """Format `value` as the JSON that we write to files."""
     return json.dumps(value, indent=2) + "\n"

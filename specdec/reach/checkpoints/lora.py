@@ -1,6 +1,6 @@
-"""LoRA adapters as PEFT saves them: which linear layers they are for, their matrices and scales.
+"""Reads LoRA adapters (arXiv 2106.09685) as PEFT saves them: the matrices and scale of each linear layer.
 
-What is not a low-rank product beside a linear layer (DoRA, biases, embeddings, whole modules) is refused by name.
+Features other than low-rank products of linear layers (DoRA, biases, embeddings, whole modules) are refused by name.
 """
 
 import math
@@ -28,7 +28,7 @@ CURE = "merge it into a copy of the model (merge_and_unload), and attach to that
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a linear layer: scale * x @ a.T @ b.T, with a [r, K] and b [N, r]."""
+    """LoRA product that an adapter adds to a linear layer: scale * x @ a.T @ b.T, with a [r, K] and b [N, r]."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -36,7 +36,7 @@ class LowRank(NamedTuple):
 
 
 def config_reasons(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what `config`, of a LoRA adapter, asks for beside low-rank products."""
+    """Yield the unsupported features that `config`, an adapter_config.json, asks for."""
     kind = config.get("peft_type")
     kind = kind.value if isinstance(kind, Enum) else kind
     if kind != "LORA":
@@ -49,9 +49,9 @@ def config_reasons(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_lora(path_or_id: str | Path) -> dict[str, LowRank]:
-    """Read the adapter in a folder or Hub repository; by the names of its modules in the model.
+    """Read the adapter in a folder or Hub repository: a LowRank for each linear layer, by its name in the model.
 
-    CheckpointError with all that is wrong with it, or is more than LoRA on linear layers.
+    CheckpointError lists every problem, unsupported features included.
     """
     files = TensorFiles.at(path_or_id, FILES)
     config = read_json(files.folder, CONFIG)

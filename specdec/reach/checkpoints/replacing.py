@@ -21,10 +21,9 @@ INDICES = (WEIGHTS + INDEX, LEGACY_WEIGHTS + INDEX)
 
 
 def check_free(folder: str | Path, overwrite: bool, also: Sequence[str] = ()) -> None:
-    """Raise ValueError if `folder` holds a checkpoint already, or one of the files `also`, unless it is to be
-    overwritten.
+    """Raise ValueError if `folder` is a file, or holds a checkpoint or one of the files `also`, unless `overwrite`.
 
-    A checkpoint in shards with an index is never overwritten: readers would go on loading the old shards.
+    A sharded checkpoint with an index is never overwritten: readers would go on loading the old shards.
     """
     folder = Path(folder)
     check_place(folder)
@@ -45,7 +44,7 @@ def check_free(folder: str | Path, overwrite: bool, also: Sequence[str] = ()) ->
 
 
 def check_place(path: Path) -> None:
-    """Raise ValueError if a file is where a folder that is to hold `path` should be."""
+    """Raise ValueError if a parent folder of `path` is a file."""
     nearest = next(parent for parent in path.absolute().parents if parent.exists())
     if not nearest.is_dir():
         raise ValueError(f"{str(path)!r} cannot be written: {str(nearest)!r} is a file, expected a folder")
@@ -74,10 +73,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield a temporary folder in `folder`; its files then replace those of the same names, weights first.
+    """Yield a temporary folder in `folder`; on exit its files replace those of the same names, weights first.
 
-    stale: patterns of files of the old checkpoint: those not written again are deleted. An error within leaves `folder`
-    as it was, and removes it if it is new.
+    stale: patterns of files of the old checkpoint to delete unless written again. An error within leaves `folder` as it
+    was, or removes it if it is new.
     """
     folder = Path(folder)
     is_new = not folder.exists()

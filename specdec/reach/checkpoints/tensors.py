@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint folder: which file holds each, and reading some of them. Knows no layout."""
+"""Tensors of a checkpoint folder: finds the file of each tensor and reads some of them. Knows no layout."""
 
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,11 +36,11 @@ Shapes = dict[str, tuple[tuple[int, ...], Any]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Contents of a checkpoint folder, without the data.
+    """Description of a draft's checkpoint, without the tensors' data.
 
-    layout: a name of `reach.heads.formats.layouts`; algo: the algorithm it drafts with. config: config.json as it is.
-    tensors: shape and dtype of each tensor by its name in the file; of a head inside a target, the head's only. notes:
-    where values were read from, and defaults taken.
+    layout: a name of `reach.heads.formats.layouts`; algo: its draft algorithm. config: config.json, unchanged.
+    tensors: shape and dtype of each tensor by its name in the file; for a head inside a target, only the head's. notes:
+    sources of config values, defaults taken, and problems.
     """
 
     folder: Path
@@ -53,9 +53,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The file of each tensor of a checkpoint; no tensor is read before it is asked for.
+    """An opened checkpoint: the file of each tensor by name; tensors are read on demand.
 
-    repo: the Hub repository whose snapshot the folder is, if any; missing files are downloaded from it.
+    repo: Hub repository of a snapshot, from which missing files are downloaded; None for a local folder.
     """
 
     folder: Path
@@ -64,9 +64,9 @@ class TensorFiles:
 
     @classmethod
     def at(cls, path_or_id: str | Path, weights: tuple[str, str] = (WEIGHTS, LEGACY_WEIGHTS)) -> "TensorFiles":
-        """Open a folder, or a Hub repository, that has `weights`, of which the first counts.
+        """Open a folder or Hub repository. weights: names of the weight file, in order of preference.
 
-        CheckpointError if it has none or they are truncated."""
+        CheckpointError if there is none, or one is truncated."""
         folder, repo = locate(path_or_id, weights)
         name = next((f for w in weights for f in (w + INDEX, w) if (folder / f).is_file()), None)
         if name is None:

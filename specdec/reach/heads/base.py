@@ -18,8 +18,9 @@ from specdec.core.draft.head import Attend, DraftHead
 class LayerConfig:
     """Shape of a Llama-like draft layer.
 
-    hidden_size h_d: width of the head's states. rope_theta must be the trainer's: official EAGLE-3 heads used 10000
-    whatever their config says. rope_scaling: HF's `rope_parameters` of another type than "default", or None.
+    hidden_size h_d: width of the head's states. rope_theta: as in training; official EAGLE-3 heads used 10000 whatever
+    their config says. rope_scaling: HF's `rope_parameters` of another type than "default", or None. qkv_bias: q, k and
+    v have biases; qk_norm: RMS norms over heads of q and k. window: keys that a query sees, itself included; None: all.
     """
 
     hidden_size: int
@@ -36,13 +37,13 @@ class LayerConfig:
 
     @property
     def attention(self) -> LayerSpec:
-        """Attention spec of one layer, for backends."""
+        """The LayerSpec of the layer's attention."""
         heads = (self.num_heads, self.num_kv_heads)
         return LayerSpec(*heads, self.head_dim, self.head_dim, self.head_dim**-0.5, window=self.window)
 
 
 class LlamaLikeHead(DraftHead):
-    """A head whose `fc` reads features and whose `config` has one `layer` shape for all its `num_layers`."""
+    """Base of heads with Llama-like layers: `config.num_layers` of the shape `config.layer`; `fc` reads features."""
 
     config: Any
     fc: nn.Linear
@@ -56,21 +57,21 @@ class LlamaLikeHead(DraftHead):
 
 
 class HotVocabHead(LlamaLikeHead):
-    """A head that scores a part of the target's vocabulary.
+    """Base of heads that score a subset of the target's vocabulary, the hot vocabulary of dv tokens (EAGLE-3).
 
-    d2t [dv] int64: target id = draft id + d2t[draft id]; t2d [V] bool: target ids the head can score.
+    d2t [dv] int64: target id = draft id + d2t[draft id]; t2d [V] bool: target ids that the head scores.
     """
 
     d2t: torch.Tensor
     t2d: torch.Tensor
 
     def make_hot_vocab(self, size: int) -> None:
-        """Make room for the ids of `size` tokens."""
+        """Allocate d2t for `size` tokens, and t2d."""
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(self.vocab_size, dtype=torch.bool))
 
     def set_hot_vocab(self, target_ids: torch.Tensor) -> None:
-        """Score exactly `target_ids` [dv] int64, distinct; they are stored ascending."""
+        """Set the hot vocabulary to `target_ids` [dv] int64, distinct; stored in ascending order."""
         ids = target_ids.sort().values.to(self.d2t.device)
         self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
         self.t2d.zero_()
@@ -82,7 +83,7 @@ class HotVocabHead(LlamaLikeHead):
 
 
 class OutputHead(nn.Linear):
-    """An output head, which multiplies by `specdec::linear` where nothing is to be differentiated."""
+    """An output head, computed by `specdec::linear` where no gradient is needed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., h_d] to [..., dv]."""
@@ -90,7 +91,7 @@ class OutputHead(nn.Linear):
 
 
 class DraftAttention(nn.Module):
-    """Projections of a draft layer's attention over inputs `in_width` wide."""
+    """Attention of a draft layer, with projections from inputs of `in_width` features."""
 
     def __init__(self, c: LayerConfig, in_width: int):
         super().__init__()

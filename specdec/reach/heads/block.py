@@ -1,7 +1,7 @@
 """Block draft heads: DFlash (arXiv 2602.06036), its causal form JetSpec (2606.18394) and DSpark (2607.05147).
 
-Every layer attends to keys and values that are products of the target's fused features, and to those of the block's own
-rows. Parameter names are those of the z-lab layout.
+Every layer attends to keys and values projected from the target's fused features, and to those of the block's own rows.
+Parameter names are those of the z-lab layout.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from specdec.reach.heads.base import DraftLayer, HotVocabHead, LayerConfig, Outp
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Shape of a head. `aux_layers` are indices of target layers whose OUTPUT is taken, low to high.
+    """Shape of a block head. aux_layers: indices of target layers whose OUTPUT it reads, ascending.
 
     layer: the shape of each of `num_layers`. target_hidden_size h, vocab_size V: the target's; draft_vocab_size dv:
     tokens that the head scores. block_size, mask_token_id, causal, predicts_next: see `BlockDraftHead`.
-    has_mask_embedding: masked rows have an embedding of their own. markov_rank r: 0 without a Markov term;
-    markov_gated: its vectors go through a gate that reads the row's state. own_embedding [V, h_d], own_head [dv, h_d]:
-    whether the head has them, or takes the target's.
+    has_mask_embedding: masked rows have an embedding of their own. markov_rank r, markov_gated: see `MarkovHead`; rank
+    0: no Markov term. own_embedding [V, h_d], own_head [dv, h_d]: True if the head has its own, False if it uses the
+    target's.
     """
 
     layer: LayerConfig
@@ -44,7 +44,8 @@ class BlockConfig:
 
 
 class MarkovHead(nn.Module):
-    """The bias W2 W1[x] of the token x before (DSpark, section 3); gated: W2 (sigmoid(W [state, W1[x]]) * W1[x])."""
+    """Markov term of DSpark (section 3): adds to the logits the bias W2 W1[x] of the previous token x. Gated: W2
+    (sigmoid(W [state, W1[x]]) * W1[x])."""
 
     def __init__(self, c: BlockConfig):
         super().__init__()
@@ -67,7 +68,7 @@ class MarkovHead(nn.Module):
 
 
 class BlockHead(HotVocabHead, BlockDraftHead):
-    """A block drafter with the target's embedding and output head, unless it has its own."""
+    """A block draft head; uses the target's embedding and output head unless it has its own."""
 
     algo = "block"
 

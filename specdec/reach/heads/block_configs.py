@@ -110,7 +110,7 @@ def _aux_layers(files: HeadFiles, said: Mapping[str, Any], num_layers: int | Non
 
 
 def inexpressible(c: BlockConfig) -> list[str]:
-    """List what the dflash layout cannot express of a head."""
+    """List the features of a head that the dflash layout cannot express."""
     flags = {
         "a part of the vocabulary": c.draft_vocab_size < c.vocab_size,
         "target_hidden_size": c.target_hidden_size != c.layer.hidden_size,

@@ -1,7 +1,7 @@
-"""Reads and writes the Llama-like layers of draft heads as config.json has them.
+"""Reads and writes the Llama-like layers of draft heads in config.json.
 
-The file is untrusted: SCHEMA has the valid values of every key that is read. Other keys are not checked, and a missing
-key or null is fine there: readers know what they need.
+The file is untrusted: SCHEMA has the valid values of every key that is read. Other keys are not checked. A missing key
+or null passes; readers check for the keys they need.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +22,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"
 
 
 class Rule(NamedTuple):
-    """A kind of value: `fits` tests one, `words` say what was expected."""
+    """A kind of value in config.json: `fits` tests one, `words` describe it in errors."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -80,7 +80,7 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def value_problems(raw: Mapping[str, Any], at: str = "", keys: Collection[str] = SCHEMA) -> list[str]:
-    """List what is wrong with the values of `keys` in `raw` and its parts; at: the path of `raw`, "eagle_config."."""
+    """List invalid values of `keys` in `raw` and its parts; at: the path of `raw`, such as "eagle_config."."""
     problems = []
     for key in [key for key in keys if raw.get(key) is not None]:
         if not SCHEMA[key].fits(raw[key]):
@@ -91,7 +91,7 @@ def value_problems(raw: Mapping[str, Any], at: str = "", keys: Collection[str] =
 
 
 def is_sound(files: HeadFiles, layer: Mapping[str, Any], at: str = "") -> bool:
-    """Return whether all values are valid and all sizes are there; else there are problems.
+    """Return whether all values are valid and all sizes are there; if not, adds to `files.problems`.
 
     layer: the config of the draft's layers, at the path `at` in the file.
     """
@@ -188,7 +188,7 @@ def _window(files: HeadFiles, raw: Mapping[str, Any]) -> int | None:
 
 
 def layer_json(c: LayerConfig) -> dict[str, Any]:
-    """Return a Llama-like layer as config.json has it."""
+    """Return the keys of config.json for a Llama-like layer."""
     scaling = {"rope_scaling": c.rope_scaling} if c.rope_scaling is not None else {}
     return {
         "hidden_size": c.hidden_size,
@@ -204,7 +204,7 @@ def layer_json(c: LayerConfig) -> dict[str, Any]:
 
 
 def layers_json(c: LayerConfig, num_layers: int, vocab_size: int) -> dict[str, Any]:
-    """Return the layers of a draft as speculators and z-lab have them: with windows, and norms of Q and K."""
+    """Return the keys of config.json for a draft's layers in speculators' and z-lab's layouts: windows and QK norms."""
     window: dict[str, Any] = {}
     if c.window is not None:
         kinds = ["sliding_attention"] * num_layers

@@ -1,7 +1,7 @@
 """The file that lets `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)` decode with a head.
 
-It is the same for every head: its code is in `specdec.custom_generate`, so that heads saved long ago gain from
-later repairs. It holds no path, since folders move.
+It is the same for every head and calls `specdec.custom_generate`, so heads saved earlier run the current code. It holds
+no path, since folders move.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def generate(model, **arguments):
 
 
 def write_custom_generate(folder: str | Path) -> None:
-    """Write the file into the folder of a draft, in place of an older one."""
+    """Write custom_generate/generate.py into the folder of a draft, in place of an older one."""
     path = Path(folder) / FILE
     path.parent.mkdir(exist_ok=True)
     write_text(path, TEXT)

@@ -17,9 +17,9 @@ from specdec.reach.targets.shape import LAST
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Shape of a head: its layer (h_d = h), the target's vocabulary V, and whether fc has a bias (Llama-2 heads do).
+    """Shape of an EAGLE-1/2 head: its layer (h_d = h) and the target's vocabulary V.
 
-    own_embedding: the head keeps its own input embedding [V, h], which differs from the target's.
+    fc_bias: fc has a bias (Llama-2 heads). own_embedding: the head has its own embedding [V, h], not the target's.
     """
 
     layer: LayerConfig
@@ -30,7 +30,7 @@ class EagleConfig:
 
 
 class EagleHead(LlamaLikeHead, RecyclingHead):
-    """An EAGLE-1/2 head with the target's output head, and the target's embedding unless it has its own."""
+    """An EAGLE-1/2 head; uses the target's output head, and its embedding unless it has its own."""
 
     algo = "eagle"
     aux_layers = (LAST,)

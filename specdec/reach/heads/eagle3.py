@@ -15,13 +15,14 @@ from specdec.reach.heads.base import DraftAttention, DraftLayer, DraftMLP, HotVo
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Shape of a head. `aux_layers` are indices of target layers whose OUTPUT is taken, low to high.
+    """Shape of an EAGLE-3 head. aux_layers: indices of target layers whose OUTPUT it reads, ascending.
 
-    layer: its first layer's shape, whose attention reads 2*h_d; num_layers: further ones are plain decoder layers.
-    target_hidden_size h: width of the target's hidden states. vocab_size V: the target's; draft_vocab_size dv: the hot
-    vocabulary the head scores. norm_before_residual: the residual stream starts at the normed feature. norm_before_fc:
-    one norm over the 3h-wide features; fc_norm: one for each of them. recycles_normed: a step feeds back the state
-    after the out norm (speculators' norm_output). own_embedding: the head keeps its own input embedding [V, h_d].
+    layer: shape of its layers; the attention of the first reads 2*h_d features, further ones (num_layers) are plain
+    decoder layers. target_hidden_size h: width of the target's hidden states. vocab_size V: the target's;
+    draft_vocab_size dv: the hot vocabulary that the head scores. norm_before_residual: the residual stream starts at
+    the normed feature. norm_before_fc: one norm over the concatenated features, 3h wide; fc_norm: one for each.
+    recycles_normed: a step feeds back the state after the out norm (speculators' norm_output). own_embedding: the head
+    has its own input embedding [V, h_d], not the target's.
     """
 
     layer: LayerConfig
@@ -38,15 +39,16 @@ class Eagle3Config:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the paper's low, middle and high of `num_layers` target layers: outputs of layers 1, n//2-1 and n-4."""
+    """Return EAGLE-3's low, middle and high target layers, 1, n//2-1 and n-4 of n, whose outputs the head reads.
+    ValueError for a target with too few layers."""
     low, mid, high = 1, num_layers // 2 - 1, num_layers - 4
     if not 0 <= low < mid < high:
-        raise ValueError(f"a target of {num_layers} layers has no aux layers {low, mid, high}; name three yourself")
+        raise ValueError(f"a target of {num_layers} layers has no layers {low, mid, high}; name three in aux_layers")
     return low, mid, high
 
 
 class Eagle3Layer(nn.Module):
-    """The first decoder layer: attention reads the normed embedding and the normed feature, concatenated."""
+    """First decoder layer of an EAGLE-3 head; its attention reads [normed embedding, normed feature]."""
 
     def __init__(self, c: LayerConfig, norm_before_residual: bool):
         super().__init__()
@@ -66,7 +68,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(HotVocabHead, RecyclingHead):
-    """An EAGLE-3 head. Its embedding is the target's, neither saved nor trained, unless it has its own."""
+    """An EAGLE-3 head; uses the target's embedding, neither saved nor trained, unless it has its own."""
 
     algo = "eagle3"
 

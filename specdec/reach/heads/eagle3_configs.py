@@ -70,7 +70,7 @@ def _speculators_flags(files: HeadFiles) -> dict[str, bool]:
 
 
 def with_defaults(files: HeadFiles, raw: Any) -> dict[str, Any] | None:
-    """Return `transformer_layer_config` with the sizes it leaves out: it is stored as a difference to its class."""
+    """Return `transformer_layer_config` completed by the defaults of its config class, which files leave out."""
     if not isinstance(raw, dict):
         files.problems.append("config.json lacks 'transformer_layer_config' (an object)")
         return None
@@ -118,7 +118,7 @@ def _aux_layers(files: HeadFiles, num_layers: int | None) -> tuple[int, ...]:
 
 
 def inexpressible(c: Eagle3Config) -> list[str]:
-    """List what the official EAGLE-3 layout cannot express of a head."""
+    """List the features of a head that the official EAGLE-3 layout cannot express."""
     flags = {
         "norm_before_residual": c.norm_before_residual,
         "norm_before_fc": c.norm_before_fc,
@@ -131,7 +131,8 @@ def inexpressible(c: Eagle3Config) -> list[str]:
 
 
 def official_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
-    """Make config.json of the official EAGLE-3 layout, like SpecForge's. ValueError names what it cannot express."""
+    """Return config.json of the official EAGLE-3 layout, like SpecForge's. ValueError names the features that it cannot
+    express."""
     flags = inexpressible(c)
     if flags:
         raise ValueError(f"the official EAGLE-3 layout cannot express {', '.join(flags)}; keep it in speculators'")

@@ -1,4 +1,4 @@
-"""An opened head: its config.json, its tensors by our names, and what reading them found. Formats read from it."""
+"""An opened head checkpoint: its config.json, its tensors by our names, and the notes and problems of reading them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ Head = TypeVar("Head", bound=DraftHead)
 
 @dataclass
 class HeadFiles:
-    """The files of a head.
+    """The opened files of a head.
 
-    raw: config.json. names: our tensor name to the file's; tensors unknown to us keep the file's. found: shape and
-    dtype, by the same keys. modules: numbers of MTP layers. copies: file name to our name, for tensors whose name of
-    ours is taken already. notes: where values come from. problems: why the head cannot be read. doubts: where
+    raw: config.json. names: our tensor name to the file's; unknown tensors keep the file's. found: shape and dtype, by
+    the same keys. modules: numbers of MTP layers. copies: file name to our name, for further tensors that map to a name
+    of ours already in `names`. notes: where values come from. problems: why the head cannot be read. doubts: where
     config.json contradicts the tensors, which then win.
     """
 
@@ -45,11 +45,11 @@ class HeadFiles:
     doubts: list[str] = field(default_factory=list)
 
     def named(self, ours: str) -> str:
-        """Return the file's name of our tensor, also of one that is missing."""
+        """Return the file's name of our tensor, even if it is missing."""
         return self.names.get(ours) or self.layout.theirs(ours, next(iter(self.modules), 0))
 
     def read(self, ours: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Read tensors by our names, as they are stored."""
+        """Read tensors by our names, as stored, on the CPU."""
         stored = self.files.read([self.names[name] for name in ours])
         return {name: stored[self.names[name]] for name in ours}
 
@@ -58,7 +58,7 @@ class HeadFiles:
         return ((name, self.read([name])[name]) for name in ours)
 
     def has(self, prefix: str) -> bool:
-        """Return whether there is a tensor of this name, or below it."""
+        """Return whether there is a tensor named `prefix`, or of a module below it."""
         return any(name == prefix or name.startswith(prefix + ".") for name in self.found)
 
     def count(self, prefix: str) -> int:
@@ -71,14 +71,14 @@ class HeadFiles:
         return self.found[name][0] if name in self.found else ()
 
     def compare(self, key: str, stated: Any, found: int) -> None:
-        """Note a doubt if `stated`, the value of `key`, differs from what the tensors say, which wins."""
+        """Add a doubt if `stated`, the value of `key`, differs from `found`, the tensors' value, which wins."""
         if stated is not None and stated != found:
             self.doubts.append(f"config.json has {key}={stated}, the tensors have {found}, which is used")
 
     def flag(self, key: str, tensor: str, absent: bool | None = False) -> bool:
-        """Return whether `tensor` exists; a problem if the bool `key` says otherwise.
+        """Return whether `tensor` exists; adds a problem if the bool `key` says otherwise.
 
-        A missing key means `absent`; None: whatever the tensors say.
+        A missing key means `absent`; None: it agrees with the tensors.
         """
         has_tensor = self.has(tensor)
         value = self.raw.get(key, absent)
@@ -93,7 +93,7 @@ class HeadFiles:
         return has_tensor
 
     def parse(self, reader: Callable[..., Config], *more: Any) -> Config:
-        """Return the config that `reader(self, *more)` makes; CheckpointError for any exception."""
+        """Return reader(self, *more), a config; CheckpointError for any exception."""
         with as_checkpoint_error(self.folder, f"config.json cannot be read as that of {self.layout.name!r}"):
             return reader(self, *more)
 
@@ -107,7 +107,7 @@ class HeadFiles:
             raise CheckpointError(str(self.folder), [*self.problems, what]) from error
 
     def check_target(self, target: TargetShape | None, width: int, vocab_size: int) -> None:
-        """Compare the target's sizes in config.json with the target."""
+        """Add a problem if config.json's hidden size `width` or `vocab_size` differs from the target's."""
         if target is not None and width != target.hidden_size:
             self.problems.append(
                 f"made for hidden size {width}, the target has {target.hidden_size}: another target's head"

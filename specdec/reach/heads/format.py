@@ -21,11 +21,10 @@ HotIds = Callable[[int], torch.Tensor]
 class Layout:
     """A checkpoint layout, recognised by its tensor names alone.
 
-    mark: a pattern that matches a tensor of this layout and of no later one. prefixes: (the file's, ours), of which the
-    first match is used; our names are those of the head's class. "{m}" counts MTP layers from 0, "{at}" from
-    the number of the first one in files, which is config.json's num_hidden_layers. module: a pattern of a tensor of an
-    MTP layer, with its number as group 1. hidden_first: the projection reads [hidden, embedding]. holds_target: the
-    tensors are among those of a whole target.
+    mark: a pattern that matches a tensor name of this layout and of no later one. prefixes: pairs (the file's, ours),
+    of which the first match is used; our names are those of the head's class. "{m}" numbers MTP layers from 0, "{at}"
+    from config.json's num_hidden_layers, as files do. module: a pattern of a tensor of an MTP layer, with its number as
+    group 1. hidden_first: the projection reads [hidden, embedding]. holds_target: it is a whole target's layout, too.
     """
 
     name: str
@@ -37,7 +36,7 @@ class Layout:
     holds_target: bool = False
 
     def pairs(self, first: int) -> list[tuple[str, str]]:
-        """Return the prefixes for all MTP layers that there could be, if the first one has the number `first`."""
+        """Return the prefixes of all possible MTP layers, whose first has the number `first` in files."""
         return [
             (theirs.format(m=m, at=first + m), ours.format(m=m))
             for theirs, ours in self.prefixes
@@ -62,12 +61,12 @@ def renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str | None:
 
 
 def same(*prefixes: str) -> tuple[tuple[str, str], ...]:
-    """Pair prefixes that a layout has in common with us."""
+    """Return pairs of prefixes that are the same in files and in our names."""
     return tuple((p, p) for p in prefixes)
 
 
 class Stored(NamedTuple):
-    """A head that was read. head: on the meta device. tensors: all of its state by our names, as stored or derived.
+    """A head as read: `head` on the meta device; tensors: all of its state by our names, as stored or derived.
 
     kept: dtypes of tensors that are not converted to the head's dtype.
     """
@@ -79,7 +78,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Saving:
-    """The options of `save_head` that a format writes by; `layout` is the name of one of its layouts."""
+    """Options of `save_head`, for a format's `write`; layout: the name of one of the format's layouts."""
 
     layout: str
     lm_head_from_target: bool = False
@@ -89,10 +88,10 @@ class Saving:
 
 @dataclass(frozen=True)
 class Training:
-    """Training defaults and card texts of one kind of draft.
+    """Training defaults and model-card texts of one kind of draft.
 
-    recipe: fields in which it differs from the defaults of `tools.train.config.TrainConfig`. takes: fields of
-    `HeadShape` there that apply to a fresh student. name, fits: for its card, what it is and for which targets.
+    recipe: fields that differ from the defaults of `tools.train.config.TrainConfig`. takes: fields of `HeadShape` there
+    that apply to a new draft. name, fits: for its card: the kind of draft, and the targets that it fits.
     """
 
     recipe: Mapping[str, Any]
@@ -103,19 +102,17 @@ class Training:
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """One kind of head.
+    """A kind of head: its layouts, and the functions that read, write and create it.
 
-    algo: its name as an algorithm. layouts: those it is read from, the most specific first.
-    read(files, target): the head that `files` (`heads.files.HeadFiles`) holds; None if config.json is invalid. Problems
-    and notes go into `files`. target: None to inspect a head without its target; a head that is made of its target's
-    layers is None then.
+    algo: the name of its algorithm. layouts: those it is read from, the most specific first.
+    read(files, target): the head in `files` (`heads.files.HeadFiles`); None if config.json is invalid, or if target is
+    None (`inspect`) and the head consists of the target's layers. Problems and notes are added to `files`.
     write(head, saving): (config.json, tensors by our names).
-    fresh(model, shape, seed, hot_ids): a head to be trained, in fp32 on the device of the target `model`; shape: a
-    `tools.train.config.HeadShape`; hot_ids(n): the n target tokens of a head's vocabulary, [n] int64.
+    fresh(model, shape, seed, hot_ids): a new head to train, in fp32 on the device of the target `model`; shape: a
+    `tools.train.config.HeadShape`; hot_ids(n): the n target ids of a hot vocabulary, [n] int64.
     written(head): names of the layouts it can be written in, the default first.
-    features, id_shift: see `AlgoSpec`. shares_lm_head_rows: its lm_head can be left out of a
-    file, since its rows may be the target's. combining: a pattern of the names of the linear layers that read
-    [embedding, feature].
+    features, id_shift: see `AlgoSpec`. shares_lm_head_rows: the lm_head may be left out of a file, since its rows may
+    be the target's. combining: a pattern of the names of the linear layers that read [embedding, feature].
     """
 
     algo: str

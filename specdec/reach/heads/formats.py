@@ -31,7 +31,7 @@ ASSISTANTS = Layout(name=ASSISTANT, algo=ASSISTANT, mark=r"(pre|post)_projection
 
 
 def formats() -> Mapping[str, HeadFormat]:
-    """Return every format by its algorithm."""
+    """Return every head format by the name of its algorithm."""
     return MappingProxyType({row.algo: row for row in ROWS})
 
 
@@ -41,8 +41,7 @@ def layouts() -> Mapping[str, Layout]:
 
 
 def layouts_of(names: Iterable[str]) -> list[Layout]:
-    """Return the layouts that tensors of these names match: of a head, of a whole model, or both for a target with an
-    MTP layer."""
+    """Return the layouts that the tensor `names` match: a head's, a whole model's, or both for a target with MTP."""
     names = list(names)
     if any(re.match(ASSISTANTS.mark, n) for n in names):
         return [ASSISTANTS]
@@ -51,7 +50,8 @@ def layouts_of(names: Iterable[str]) -> list[Layout]:
 
 
 def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
-    """Return the layout of tensors `names`; of a target with an MTP layer the one for `algo`, else the MTP layer's."""
+    """Return the layout of the tensor `names`; for a target with an MTP layer that of `algo`, by default "nextn".
+    CheckpointError for an unknown layout, or one of another algorithm than `algo`."""
     found = layouts_of(names)
     if not found and (algo == STANDALONE or _is_causal_lm(folder)):
         return WHOLE_MODEL
@@ -69,7 +69,7 @@ def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
 
 
 def why_absent(algo: str, found: str) -> str:
-    """Say why a checkpoint of `found` has nothing for `algo`, after a colon; "" if no cause is known."""
+    """Return ": " and why a checkpoint of algorithm `found` has no head for `algo`; "" if no cause is known."""
     if algo != "nextn" or found != STANDALONE:
         return ""
     names = [layout.prefixes[0][0].format(m=0, at="N") + "*" for layout in formats()[algo].layouts]

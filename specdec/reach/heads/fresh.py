@@ -1,7 +1,7 @@
-"""Fresh draft heads for a target, initialised so that their logits make sense before the first training step.
+"""New draft heads for a target, initialised so that their logits are meaningful before the first training step.
 
-A head's projection passes the target's state through and its layer adds little, so at the start it reads that state
-through the target's own output head.
+A head's projection passes the target's state through and its layers add little, so at first it scores that state with
+the target's own output head.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def layer_config(model: PreTrainedModel, intermediate_size: int) -> LayerConfig:
 
 
 def mlp_width(model: PreTrainedModel) -> int:
-    """Return the width of the MLPs of `model`, whatever its config calls it: four times its own where it says none."""
+    """Return the MLP width of `model`, whatever its config calls it; four times hidden_size if it has none."""
     config = model.config.get_text_config()
     widths = (getattr(config, name, None) for name in MLP_WIDTHS)
     return next((width for width in widths if isinstance(width, int)), 4 * config.hidden_size)
@@ -56,7 +56,8 @@ def eagle3_config(
     intermediate_size: int | None = None,
     num_layers: int | None = None,
 ) -> Eagle3Config:
-    """Return the shape of an EAGLE-3 head for `model`. Default: one layer, MLPs of twice the target's width."""
+    """Return the shape of an EAGLE-3 head for `model`. Default: one layer, with MLPs twice as wide as the target's.
+    aux_layers: three, ascending, else ValueError; None: `default_aux_layers`."""
     shape = TargetShape.of(model)
     layers = tuple(aux_layers) if aux_layers else default_aux_layers(shape.num_layers)
     if len(layers) != 3:
@@ -73,7 +74,7 @@ def eagle3_config(
 
 @torch.no_grad()
 def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tensor, seed: int) -> Eagle3Head:
-    """Make an EAGLE-3 head in fp32 on the target's device. hot_ids [dv] int64.
+    """Make an EAGLE-3 head in fp32 on the target's device. hot_ids: [dv] int64, its vocabulary, else ValueError.
 
     lm_head and norm start as the target's; fc passes the highest feature through.
     """
@@ -94,7 +95,8 @@ def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tens
 
 @torch.no_grad()
 def with_vocab(head: DraftHead, hot_ids: torch.Tensor, rows: torch.Tensor) -> Eagle3Head:
-    """Return a copy of an EAGLE-3 head that scores `hot_ids` [dv] int64, by those `rows` [V, h] of the target's."""
+    """Return a copy of an EAGLE-3 head with the vocabulary `hot_ids` [dv] int64, and its lm_head from `rows` [V, h].
+    rows: the weight of the target's output head."""
     assert isinstance(head, Eagle3Head), "other heads score all tokens, or have more than rows for each"
     other = Eagle3Head(replace(head.config, draft_vocab_size=hot_ids.numel()))
     names = {name for name, _ in other.named_parameters()} - {"lm_head.weight"}
@@ -138,7 +140,7 @@ def block_config(
 
 @torch.no_grad()
 def new_block(model: PreTrainedModel, config: BlockConfig, hot_ids: torch.Tensor, seed: int) -> BlockHead:
-    """Make a block head in fp32 on the target's device. hot_ids [dv] int64.
+    """Make a block head in fp32 on the target's device. hot_ids: [dv] int64, its vocabulary.
 
     Output head and norm start as the target's; the Markov term starts at zero.
     """
@@ -174,9 +176,8 @@ def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None =
 def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = False) -> NextNHead:
     """Make a NextN head in fp32 on the target's device.
 
-    Its out norm starts as the target's and hnorm undoes that, so the target's state comes out unchanged but for what
-    the layer adds. copy_layer: the layer starts as the target's last one with full attention; else random. Its
-    outputs are scaled down either way.
+    Its out norm starts as the target's final norm and hnorm as its inverse, so the target's state passes through, plus
+    the layer's small output. copy_layer: the layer starts as the target's last one with full attention; else random.
     """
     head = NextNHead(model)
     decoder: Any = model.get_decoder()

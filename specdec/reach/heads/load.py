@@ -27,16 +27,17 @@ IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
-    """Detect what a folder, a .gguf file or a Hub repository drafts with, by its tensor names: "eagle", "eagle3",
+    """Return the draft algorithm of a folder, .gguf file or Hub repository, by its tensor names: "eagle", "eagle3",
     "nextn", "block", "assistant" or "standalone" (an ordinary causal LM).
 
-    A target with an MTP layer serves as both: `wanted` says which, else it is "nextn".
+    A target with an MTP layer can draft as "nextn" or "standalone": `wanted` chooses, by default "nextn". Raises
+    CheckpointError if it cannot be opened or its layout is unknown.
     """
     return open_draft(path_or_id, wanted)[0]
 
 
 def open_draft(path_or_id: str | Path, wanted: str | None = None) -> tuple[str, TensorFiles | None]:
-    """Return the result of `detect_algo`, and the opened files, for `load_head`; None for a whole model."""
+    """Return the result of `detect_algo`, and the opened files for `load_head`, or None for a whole model."""
     if str(path_or_id) == BUNDLED or gguf_of(path_or_id) is not None:
         return STANDALONE, None
     files = TensorFiles.at(path_or_id)
@@ -48,7 +49,7 @@ def open_draft(path_or_id: str | Path, wanted: str | None = None) -> tuple[str, 
 
 
 def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
-    """Open the head in `files`, with the shapes of its own tensors only. CheckpointError if there is none."""
+    """Open the head in `files` and read the shapes of its own tensors. CheckpointError if there is none."""
     raw = read_json(files.folder, "config.json")
     listed = [name for name in files.files if not IGNORED.search(name)]
     layout = pick_layout(files.folder, listed, algo)
@@ -70,9 +71,9 @@ def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
 
 
 def inspect(path_or_id: str | Path) -> Checkpoint:
-    """Describe what a checkpoint holds and how it would be read, without a target.
+    """Describe a draft's checkpoint without a target: layout, algorithm, tensors, and how its config is read.
 
-    Raises CheckpointError if it cannot be opened; what is wrong inside is noted as "problem: …".
+    Raises CheckpointError if it cannot be opened; problems inside it are listed in `notes` as "problem: …".
     """
     if str(path_or_id) == BUNDLED or gguf_of(path_or_id) is not None:
         notes = ["a GGUF file, loaded as a whole model"]
@@ -102,10 +103,10 @@ def load_head(
     device: torch.device,
     algo: str | None = None,
 ) -> DraftHead:
-    """Load the head of any layout for `target`, frozen, in `dtype` on `device`.
+    """Load a draft head of any known layout for `target`, frozen, in `dtype` on `device`.
 
-    source: a folder, a Hub id, or opened files; algo: which head to take where there are several. Raises
-    CheckpointError with every problem found.
+    source: a folder, a Hub id, or opened files. algo: the head to take if there are several. Raises CheckpointError
+    with every missing, unexpected or misshapen tensor and every other problem; warns of weights that cannot draft.
     """
     files = open_head(source if isinstance(source, TensorFiles) else TensorFiles.at(source), algo)
     where = str(files.folder)
@@ -129,8 +130,7 @@ def load_head(
 
 
 def _narrow_embeddings(head: DraftHead, target: TargetShape) -> list[str]:
-    """Return what is wrong where a head reads the target's embeddings and these, as OPT-350m's, are not as wide as the
-    target's layers."""
+    """Return a problem if a head reads the target's embeddings and these are narrower than its layers (OPT-350m)."""
     width = getattr(target.embed_tokens, "embedding_dim", target.hidden_size)
     if head.embed_tokens is not None or width == target.hidden_size or head.hidden_size != target.hidden_size:
         return []
@@ -169,14 +169,15 @@ def save_head(
     num_layers: int | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write `head` to `folder` (config.json, model.safetensors, custom_generate/generate.py), floats as `dtype`.
+    """Write a draft head to `folder` (config.json, model.safetensors, custom_generate/generate.py), floats as `dtype`.
 
     layout: "eagle", "eagle3" (official), "speculators", "nextn" (DeepSeek-V3's names), "dflash" (z-lab's) or
     "speculators-block"; None: the official one, or speculators' for a head that the official one cannot express.
-    lm_head_from_target leaves out the lm_head of an EAGLE-3 or block head, whose rows must then be the target's.
-    verifier: speculators' `speculators_config.verifier`, the target. num_layers: the target's; if given, aux ids that
-    are every reader's default are left out. Embeddings and output heads shared with the target are not stored.
-    overwrite: replace a checkpoint in `folder`. ValueError names what a layout cannot express, or what is in `folder`.
+    lm_head_from_target: leave out the lm_head of an EAGLE-3 or block head, whose rows must then be the target's.
+    verifier: the target, as written in speculators' `speculators_config.verifier`. num_layers: the target's; if given,
+    default aux layer ids are left out. Embeddings and output heads shared with the target are not stored.
+    overwrite: replace a checkpoint in `folder`. ValueError names the feature that the layout cannot express, or the
+    file that is in `folder` already.
     """
     kind = formats()[head.algo]
     written = kind.written(head)

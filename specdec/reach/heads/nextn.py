@@ -1,7 +1,7 @@
-"""NextN / MTP heads (DeepSeek-V3, arXiv 2412.19437, eq. 21-24): one whole decoder layer of the target's own kind.
+"""NextN / MTP heads (DeepSeek-V3, arXiv 2412.19437, eq. 21-24): a decoder layer of the target's own class.
 
-The layer is made from the classes of the live target (its decoder layer, norm and rotary embedding), so that a family's
-own attention and experts come along; only the combination of embedding and hidden state is ours.
+The layer is made from the classes of the live target (its decoder layer, norm and rotary embedding), so it has the
+family's own attention and experts; only the combination of embedding and hidden state is ours.
 """
 
 import copy
@@ -29,12 +29,12 @@ IMPLEMENTATION = "specdec_head"  # attention of a head's layers: calls what its 
 
 @dataclass(frozen=True)
 class NextNConfig:
-    """Options of a head.
+    """Options of a NextN / MTP head.
 
-    num_layers: modules; step j of a draft runs module min(j, num_layers-1), each on the previous one's output.
+    num_layers: MTP modules; draft step j runs module min(j, num_layers-1) on the previous step's state.
     hidden_first: the projection reads [hidden, embedding] (MiMo) instead of [embedding, hidden]. recycles_normed: a
     step feeds back the state after the out norm (serving engines found this to draft better). own_embedding, own_head:
-    the head keeps its own, which differ from the target's.
+    the head has its own, not the target's.
     """
 
     num_layers: int = 1
@@ -57,7 +57,7 @@ AttentionInterface.register(IMPLEMENTATION, _handed_attention)
 
 
 class NextNLayer(nn.Module):
-    """enorm, hnorm, the projection eh_proj, a decoder layer of the target's class, and the out norm."""
+    """An MTP module: enorm, hnorm, the projection eh_proj, a decoder layer of the target's class, and the out norm."""
 
     def __init__(self, decoder: nn.Module, config: Any, layer_idx: int):
         super().__init__()
@@ -70,7 +70,8 @@ class NextNLayer(nn.Module):
 
 
 class NextNHead(RecyclingHead):
-    """A head for a live `target`, with random weights; a loader or the trainer sets them."""
+    """A NextN / MTP head for a live `target`; its weights are random until a loader or the trainer sets them.
+    ValueError for a target whose decoder lacks the needed modules."""
 
     algo = "nextn"
     aux_layers = (LAST,)
@@ -168,7 +169,7 @@ class NextNHead(RecyclingHead):
 
 
 def full_attention_layer(config: Any) -> int:
-    """Return the index of the target layer that MTP layers are modelled on: its last one with full attention."""
+    """Return the index of the target's last layer with full attention, the model of MTP layers; ValueError if none."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if "full_attention" not in kinds:
         raise ValueError(f"layer_types={sorted(set(kinds))}: expected a full-attention layer for MTP to be made like")

@@ -1,6 +1,6 @@
-"""Draft heads in FP8: copies of the weights that their products read, which halve a pass of a large head.
+"""Draft heads in FP8: copies of the linear layers' weights, which halve the time of a large head's forward.
 
-Drafts are rounded then, so slightly fewer may be accepted; the text is the target's as before.
+Draft logits are rounded, so slightly fewer drafts may be accepted; the emitted text does not change.
 """
 
 import copy
@@ -16,7 +16,7 @@ from specdec.reach.heads.base import OutputHead
 
 
 class FP8Linear(nn.Module):
-    """A linear layer whose weights are in FP8, in blocks of 128 x 128."""
+    """A linear layer with FP8 weights (e4m3), scaled per block of 128 x 128."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -33,10 +33,10 @@ class FP8Linear(nn.Module):
 
 
 def fp8_head(draft: Any) -> DraftHead:
-    """Return a copy of a head that shares its tensors, but for the weights of linear layers, which are in FP8; those of
-    a shape without a kernel stay. An output head that can be in FP8 is left out: an engine makes its own rows of it.
+    """Return a copy of a draft head with the weights of its linear layers in FP8; other tensors are shared.
 
-    ValueError for a draft that is no head, or not in 16 bits, and where no layer has such a shape.
+    Layers whose shape has no kernel stay as they are. An output head that can be in FP8 is left out: the engine makes
+    its own rows of it. ValueError if `draft` is not a head, not in bf16 or fp16, or no layer has a supported shape.
     """
     told = "draft_weights='fp8'"
     if not isinstance(draft, DraftHead):

@@ -1,4 +1,4 @@
-"""Acceptance of a draft on known text: counts over all chain starts, and rounds simulated as an engine plays them.
+"""Acceptance of a draft on known text: over all chain starts, and over rounds simulated as an engine runs them.
 
 A chain may start after every token, but a round starts only where the previous one ended, which is usually after a
 rejected draft. So rates over all starts flatter a draft; those of simulated rounds are an engine's on the same text.
@@ -25,7 +25,7 @@ TOKENS_PER_BATCH = 8192
 
 
 class Tally:
-    """Counts over batches, kept on the device in fp64 until `read`, so that adding costs no sync."""
+    """Losses and acceptance over batches, kept on the device in fp64 until `read`, so that adding costs no sync."""
 
     def __init__(self, num_steps: int, device: torch.device):
         # by step: losses summed over batches, rows where the draft's argmax is the target's, chains right up to here
@@ -34,7 +34,7 @@ class Tally:
         self._counts = torch.zeros(4, dtype=torch.float64, device=device)
 
     def add(self, batch: Batch, outcome: Outcome) -> None:
-        """Count a batch."""
+        """Add the counts of a batch."""
         right, losses = outcome.right, torch.stack(outcome.losses).detach()
         self._steps += torch.stack([losses, right.sum(1), accepted_prefixes(batch, right).sum(1)])
         sizes = [1, batch.rows.numel(), 0, batch.starts.numel()]
@@ -61,9 +61,9 @@ class Tally:
 
 
 def accepted_prefixes(batch: Batch, right: torch.Tensor) -> torch.Tensor:
-    """Return [S, num_starts] bool: entry [j, i] says that the chain from batch.starts[i] has draft tokens 0..j right.
+    """Return which chain prefixes are accepted, [S, num_starts] bool: [j, i] if tokens 0..j from starts[i] are right.
 
-    right [S, N] bool at batch.rows. A chain counts as rejected past the last generated token, where it is trimmed.
+    right: [S, N] bool, at batch.rows. Chains are trimmed: tokens past the last generated one count as rejected.
     """
     steps = right.shape[0]
     size = batch.tokens.shape[0] * batch.length + steps
@@ -101,9 +101,9 @@ def play_rounds(batches: Iterable[tuple[Batch, Outcome]]) -> AcceptanceStats:
 def predict(
     model: PreTrainedModel, draft: nn.Module, text: Sequence[tuple[Sequence[int], Sequence[int]]], num_steps: int
 ) -> AcceptanceStats:
-    """Simulate rounds of greedy chains of `num_steps` on `text`, pairs of prompt and the target's greedy answer.
+    """Simulate greedy chain rounds of `num_steps` on `text`, pairs of prompt ids and the target's greedy answer ids.
 
-    draft: a loaded head or standalone model, in the target's dtype; it is left unchanged.
+    draft: a loaded head or standalone model, in the target's dtype; it is not changed. Returns the rounds' counts.
     """
     frozen = {name: p.requires_grad for name, p in draft.named_parameters()}
     settings = {"num_steps": num_steps, "max_steps": 1, "compile": False}

@@ -1,4 +1,4 @@
-"""Continues a trained draft on what its target writes now: a fine-tuned model's text, or the prompts of one's users."""
+"""Adapts a trained draft to text that its target writes now: after fine-tuning, or on your own users' prompts."""
 
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,12 @@ def adapt(
     overwrite: bool = False,
     **where: Any,
 ) -> dict[str, Any]:
-    """Train the draft `head` on for `minutes`, export the better of before and after to `out`, and return facts and
-    held-out rates, of which `tau_before` and `tau`.
+    """Continue training the draft `head` for `minutes`, and export the better of before and after to `out`.
 
-    prompts: a file of prompts, which the target answers in the first minutes. log: a file that `specdec serve --log`
-    wrote, whose texts the target has written already. Give one of them. lr: by default a quarter of the recipe's.
-    where: dtype and device. The corpus is written beside the draft, as `<out>.corpus.safetensors`.
+    Returns facts and held-out rates, with acceptance lengths `tau_before` and `tau`. prompts: a file of prompts, which
+    the target answers in the first minutes; log: a file that `specdec serve --log` wrote, with the target's answers;
+    give exactly one, else ValueError. lr: by default a quarter of the recipe's. where: dtype and device. The corpus is
+    written beside the draft, as `<out>.corpus.safetensors`.
     """
     if (prompts is None) == (log is None):
         given = "neither" if log is None else "both"
@@ -74,7 +74,7 @@ def _holds(path: Path, corpus: Corpus) -> bool:
 
 
 def read_log(path: Path) -> Corpus:
-    """Return the texts of a log as a corpus. ValueError names a line that has no ids, or a log without any."""
+    """Return the texts of a log as a corpus. ValueError names a missing file, a line without ids, or an empty log."""
     if not path.is_file():
         raise ValueError(f"log {str(path)!r}: no such file; expected what `specdec serve --log` writes")
     pairs = []

@@ -1,4 +1,4 @@
-"""Cuts a corpus into batches of sequences of similar length and marks the rows that are trained. All on the host."""
+"""Cuts a corpus into batches of sequences of similar length and marks the rows to train. All on the host."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ PAD_TO = 16  # columns; lengths are rounded up to a multiple of this
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B right-padded sequences of T columns. Causal attention needs no mask for padding on the right.
+    """A training batch: B right-padded sequences of T columns, which need no padding mask under causal attention.
 
     tokens: [B, T + num_steps] int64, so that every step's shifted tokens exist.
     rows: [N] int64, flat indices b*T+t of the target rows to imitate; draft column row-1-j imitates one at step j.
     starts: [S] int64, flat columns where a draft chain could start in inference: its root and next token are generated.
-    prompt_rows: [M] int64, flat indices of the other rows that a real token follows. num_tokens: without padding.
+    prompt_rows: [M] int64, flat indices of the other rows that a real token follows. num_tokens: padding not counted.
     """
 
     tokens: torch.Tensor
@@ -31,6 +31,7 @@ class Batch:
 class Batches:
     """Batches of `corpus` of at most `tokens_per_batch` padded tokens; sequences are cut at `max_len` tokens.
 
+    ValueError if the longest sequence does not fit a batch.
     A target row before `num_steps` has no column at the last step and is not trained (prompts are longer than that).
     """
 
@@ -51,7 +52,7 @@ class Batches:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are trained in an epoch."""
+        """Number of rows trained in an epoch."""
         counts = np.diff([*self._starts, len(self._tokens)])
         places = np.arange(len(self._tokens)) - self._starts.repeat(counts)
         is_trained = (places > self.num_steps) & (places < self._lengths.repeat(counts))
@@ -74,7 +75,7 @@ class Batches:
         return plan
 
     def build(self, indices: np.ndarray) -> Batch:
-        """Build the batch of sequences `indices` on the device; the copies do not block."""
+        """Build the batch of the sequences `indices` on the device; copies do not block the host."""
         lengths = self._lengths[indices][:, None]
         length = int(self._padded(lengths).max())
         columns = np.arange(length + self.num_steps)

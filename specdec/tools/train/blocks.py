@@ -1,4 +1,4 @@
-"""Block heads over a whole text in one pass: a block after every token (DFlash, arXiv 2602.06036, with all anchors).
+"""Trains block heads on a whole text in one pass: a block after every token (DFlash, arXiv 2602.06036).
 
 Column i has the block whose root is token i+1. Its row j is at position i+1+j; it attends to the target's features up
 to token i and to the rows of its own block, as a block does in a round. So draft j of the column imitates the target's
@@ -17,7 +17,8 @@ from specdec.tools.train.ttt import prefix_and_diagonal
 def block_states(
     head: BlockDraftHead, embed: torch.nn.Module, tokens: torch.Tensor, features: torch.Tensor, num_steps: int
 ) -> Sequence[torch.Tensor]:
-    """Return the states [B, T, h_d] of the rows that give drafts 0..num_steps-1; arguments as in `ttt.unroll`."""
+    """Return the states [B, T, h_d] that score drafts 0..num_steps-1, in order; arguments as in `ttt.unroll`.
+    ValueError if the head's blocks have too few rows for `num_steps`."""
     (batch, length), device = features.shape[:2], tokens.device
     first = 0 if head.predicts_next else 1
     num_rows = num_steps + first

@@ -1,4 +1,4 @@
-"""The training recipe as frozen data, and the recipe each algorithm starts from."""
+"""The training recipe as frozen data, and the default recipe of each algorithm."""
 
 import math
 from dataclasses import dataclass
@@ -33,8 +33,10 @@ MINUTES = optional(POSITIVE, " for no limit")
 class TrainConfig:
     """The training recipe. A run ends at the first of epochs, max_steps, max_tokens and minutes; give at least one.
 
-    feature_weight: of SmoothL1 to the target's last hidden state. feature_noise: on the features a head reads (EAGLE-1
-    used 0.1 at 512 tokens). compile: fuse the losses' elementwise math into kernels. *_every: logging costs a sync.
+    soft_weight: of the soft cross-entropy to the target's distribution; feature_weight: of SmoothL1 to its last hidden
+    state. feature_noise: half width of uniform noise on the features that a head reads (EAGLE-1 used 0.1 at 512
+    tokens). compile: fuse the losses' elementwise math into kernels. *_every: in steps; logging costs a sync.
+    ValueError names the field, its value and what was expected.
     """
 
     epochs: int | None = option("Passes over the corpora.", allowed=NUMBER_OR_NONE)
@@ -115,14 +117,14 @@ STANDALONE = Training(
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Shape of a fresh student; None: the algorithm's default.
+    """Shape of a draft to train; None: the algorithm's default.
 
-    init: a trained draft to continue from, a folder or Hub id; of the rest only file_format and embed_type go with it,
-    and draft_vocab_size for eagle3, whose output head is rows of the target's then.
-    intermediate_size: of the MLP. num_layers: decoder layers; of an EAGLE-3 head, the first reads [embedding, feature]
-    and the others are plain. eagle3, block: draft_vocab_size and aux_layers, three for eagle3. nextn: copy_layer starts
-    its layer as the target's last one with full attention. standalone: hidden_size, num_heads, num_kv_heads, whose
-    defaults take about 7 MB for a vocabulary of 49152; file_format "gguf", with the embedding as embed_type, or
+    init: a trained draft to continue from, a folder or Hub id; of the other fields it allows only file_format,
+    embed_type and, for an eagle3 head whose lm_head is rows of the target's, draft_vocab_size.
+    intermediate_size: of the MLP. num_layers: decoder layers; in an EAGLE-3 head the first reads [embedding, feature]
+    and the others are plain. eagle3, block: draft_vocab_size and aux_layers (three for eagle3). nextn: copy_layer
+    starts its layer as the target's last one with full attention. standalone: hidden_size, num_heads, num_kv_heads,
+    about 7 MB by default for a vocabulary of 49152; file_format "gguf", with the embedding stored as embed_type, or
     "safetensors".
     """
 
@@ -143,7 +145,7 @@ class HeadShape:
 
 
 def training_of(algo: str) -> Training:
-    """Return training defaults and card texts of `algo`; ValueError names what can be trained."""
+    """Return training defaults and card texts of `algo`; ValueError lists the algorithms that can be trained."""
     known = {row.algo: row.training for row in formats().values()} | {"standalone": STANDALONE}
     if algo not in known:
         raise ValueError(f"algo={algo!r}: expected one of {sorted(known)}")
@@ -151,6 +153,6 @@ def training_of(algo: str) -> Training:
 
 
 def recipe(algo: str, **changes: Any) -> TrainConfig:
-    """Return `algo`'s recipe with `changes`; a change of None keeps the default."""
+    """Return the TrainConfig of `algo` with `changes` to its fields; None keeps a default. ValueError as for both."""
     given = {name: value for name, value in changes.items() if value is not None}
     return TrainConfig(**{**training_of(algo).recipe, **given})

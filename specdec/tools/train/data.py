@@ -1,4 +1,4 @@
-"""The training corpus: token ids exactly as the target emitted them, and a mask of the emitted ones.
+"""The training corpus: prompts and answers as token ids, exactly as the target emitted them, and an answer mask.
 
 It knows nothing about models or batches: `regenerate` fills it, `batches` reads it.
 """
@@ -22,13 +22,13 @@ _OTHER = "expected one that this target wrote; make it with `specdec train data 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token sequences, concatenated.
+    """A training corpus: concatenated token sequences, each a prompt and the target's answer.
 
     tokens: [num_tokens] int32. offsets: [len + 1] int64, sequence i is the half-open interval offsets[i]:offsets[i+1].
-    answer: [num_tokens] bool, set on tokens that the target generated, EOS included. Mask semantics: target row t
-    (whose logits predict token t+1) is trained iff answer[t+1]. So the row of the last prompt token is trained, as is
-    the row that predicts EOS; the EOS row itself and rows inside the prompt are not (standalone drafts can include the
-    latter: prompt_weight). tokenizer: fingerprint of the one whose ids they are, if known.
+    answer: [num_tokens] bool, set on tokens that the target generated, EOS included. Target row t (whose logits predict
+    token t+1) is trained iff answer[t+1]: the row of the last prompt token is, as is the row that predicts EOS; the EOS
+    row itself and rows inside the prompt are not (standalone drafts can include the latter: prompt_weight).
+    tokenizer: fingerprint of the tokenizer, if known. ValueError for tensors of other shapes or dtypes.
     """
 
     tokens: torch.Tensor
@@ -77,7 +77,7 @@ class Corpus:
 
     @classmethod
     def load(cls, path: str | Path) -> "Corpus":
-        """Read a corpus that `save` wrote."""
+        """Read a corpus that `save` wrote; ValueError if the file is none."""
         try:
             with safe_open(str(path), "pt") as file:
                 raw, noted = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -166,7 +166,8 @@ class Corpus:
 
 
 def split_held_out(corpus: Corpus, num_held_out: int, seed: int) -> tuple[Corpus, Corpus]:
-    """Split into (train, held out): at least `num_held_out` sequences held out, a prompt's samples on one side."""
+    """Split into (train, held out): at least `num_held_out` sequences held out, all answers to a prompt on one side.
+    ValueError if nothing is left to train on."""
     groups: dict[bytes, list[int]] = {}
     for i in range(len(corpus)):
         tokens, answer = corpus.sequence(i)
@@ -189,10 +190,10 @@ def split_held_out(corpus: Corpus, num_held_out: int, seed: int) -> tuple[Corpus
 
 
 def choose_hot_vocab(corpus: Corpus, size: int, vocab_size: int, always: Collection[int] = ()) -> torch.Tensor:
-    """Choose the target tokens that a draft head scores: [min(size, vocab_size)] int64, ascending.
+    """Choose a draft head's hot vocabulary: target ids [min(size, vocab_size)] int64, ascending.
 
-    The `always` ids come first, then the most frequent generated tokens; ties by prompt frequency, then by id.
-    vocab_size: the target's. always: special tokens such as EOS.
+    Takes the `always` ids (special tokens such as EOS), then the most frequent generated tokens; ties by frequency in
+    prompts, then by id. vocab_size: the target's. ValueError for ids past it, or a size too small for `always`.
     """
     if len(corpus) and int(corpus.tokens.max()) >= vocab_size:
         raise ValueError(

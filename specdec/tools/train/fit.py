@@ -1,4 +1,4 @@
-"""Fits a draft to corpora: splits them, makes the student, trains it, and exports it with its card."""
+"""Trains a draft on corpora: splits them, makes the student (the draft in training), trains it and exports it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -54,11 +54,13 @@ def train(
     overwrite: bool = False,
     never_worse: bool = False,
 ) -> dict[str, Any]:
-    """Fit a draft of `algo` to `corpora`, export it with its card to the folder `out`, return facts and held-out rates.
+    """Train a draft of `algo` on `corpora` and export it, with its card, to the folder `out`.
 
-    The checkpoint is `<out>.checkpoint.pt`, beside `out`; resume continues from it and exports again. overwrite:
-    replace another draft in `out`, and the checkpoint of a run that was broken off. never_worse: also return
-    `tau_before`, and export the draft as it was if training has not raised tau.
+    Returns facts and rates on `held_out` sequences, with the acceptance length `tau`. The training checkpoint is
+    `<out>.checkpoint.pt`; resume continues from it and exports again. overwrite: replace another draft in `out`, and
+    the checkpoint of an interrupted run. never_worse: also return `tau_before`, and export the initial draft if
+    training has not raised tau. ValueError names a wrong argument, before any training; FloatingPointError if the loss
+    diverges.
     """
     held_out = whole(0).check("held_out", held_out)
     check_free(out, overwrite or resume, ALSO_WRITTEN)  # now, not after hours of training
@@ -108,18 +110,18 @@ def _fit_or_keep(trainer: Trainer) -> dict[str, Any]:
 
 
 def checkpoint_of(out: Path) -> Path:
-    """The checkpoint of a run that exports to `out`."""
+    """Return the path of the training checkpoint of a run that exports to `out`."""
     return beside(out, ".checkpoint.pt")
 
 
 def beside(out: Path, ending: str) -> Path:
-    """A file beside the folder `out`, of its name and `ending`."""
+    """Return the path of a file beside the folder `out`: its name plus `ending`."""
     out = out if out.name not in ("", "..") else out.resolve()
     return out.with_name(out.name + ending)
 
 
 def check_checkpoint(path: Path, resume: bool, overwrite: bool) -> None:
-    """Raise ValueError where there is none to resume, or one that a new run would replace."""
+    """Raise ValueError if there is no checkpoint to resume, or if a new run would replace one without `overwrite`."""
     if resume and not path.is_file():
         raise ValueError(f"there is no checkpoint {str(path)!r} to resume; start without resume")
     if path.exists() and not (resume or overwrite):
@@ -130,7 +132,7 @@ def check_checkpoint(path: Path, resume: bool, overwrite: bool) -> None:
 
 
 def sizes(corpus: Corpus) -> dict[str, int]:
-    """Return the numbers of sequences, tokens and answer tokens, for reports."""
+    """Return the numbers of sequences, tokens and answer tokens of a corpus, for reports."""
     counts = {"sequences": len(corpus), "corpus_tokens": corpus.num_tokens}
     return {**counts, "answer_tokens": corpus.num_answer_tokens}
 
@@ -149,7 +151,7 @@ class StudentSetup:
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """A student. objective: to be trained. facts: for the card. export: writes the trained student to a folder."""
+    """A draft to train: its objective, facts for the card, and export, which writes it to a folder."""
 
     objective: Objective
     facts: dict[str, Any]
@@ -157,7 +159,7 @@ class Student:
 
 
 def make_student(algo: str, setup: StudentSetup) -> Student:
-    """Make a student of `algo`, fresh or from `setup.shape.init`; ValueError for shape fields that it does not take."""
+    """Make a student of `algo`, new or from `setup.shape.init`; ValueError for shape fields that it does not take."""
     shape, takes = setup.shape, training_of(algo).takes
     if shape.init:
         takes &= {"file_format", "embed_type", *(["draft_vocab_size"] if algo == "eagle3" else [])}

@@ -55,10 +55,8 @@ TEMPERATURES = Range("numbers from 0, such as 0,0.7,1.0", _temperatures)
 
 @dataclass(frozen=True)
 class Generation:
-    """Settings of a generation run.
-
-    shard: makes part i of n of the questions' jobs, and its share of the chats from a seed of its own.
-    """
+    """Settings of a generation run. shard: "i/n": part i of n of the questions' jobs, and as large a share of the
+    chats, from a seed of its own. ValueError names a wrong field."""
 
     gsm8k: Path | None = option("GSM8K train.jsonl.")
     num_questions: int | None = option("Questions of it that are answered; default: all.", allowed=MANY)
@@ -86,7 +84,7 @@ class Generation:
 
     @property
     def part(self) -> slice:
-        """Picks this shard's jobs of those that are the same in all shards."""
+        """The slice of this shard in the list of jobs that all shards share."""
         index, _, count = self.shard.partition("/")
         return slice(int(index), None, int(count))
 
@@ -102,7 +100,7 @@ class Generation:
 
 
 def check_corpus(out: Path, overwrite: bool) -> None:
-    """Raise ValueError if a corpus cannot be written to `out`, or would replace a file that is to be kept."""
+    """Raise ValueError if `out` is a folder, or a file that may not be overwritten."""
     check_place(out)
     if out.is_dir():
         raise ValueError(f"out={str(out)!r} is a folder: expected a file for the corpus, such as corpus.safetensors")
@@ -123,9 +121,10 @@ def prepare(
     overwrite: bool = False,
     check: Callable[[PreTrainedModel, Any], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Regenerate a corpus with the target, write it to `out`, and return a report of its sizes and generation times.
+    """Generate a corpus with the target, write it to the file `out`, and return its sizes and generation times.
 
-    overwrite: replace a file that is there. check: called with target and tokenizer before any work.
+    overwrite: replace an existing file. check: called with target and tokenizer before any work. ValueError for prompts
+    and max_new_tokens past the target's positions.
     """
     check_corpus(out, overwrite)
     model, tokenizer = load(target, dtype, device)

@@ -1,4 +1,4 @@
-"""The target's logits as a draft's goal, and the imitation losses, with at most a chunk of [rows, V] in fp32 at a time.
+"""Losses of a draft against the target's logits (the goal), with at most a chunk of [rows, V] in fp32 at a time.
 
 The elementwise math over a chunk is one function; compiled, it is one or two kernels that read bf16 logits and write
 bf16 gradients, with everything between in fp32 registers.
@@ -18,7 +18,7 @@ class Goal:
     """The target's logits at N rows, over the dv tokens that the draft scores.
 
     logits: [N, dv] in the target's dtype. lse: [N] fp32, their log-sum-exp. best: [N] int64, draft id of the target's
-    argmax over its WHOLE vocabulary, -1 where a hot vocabulary lacks it; such rows are not trained and count as misses.
+    argmax over its WHOLE vocabulary, -1 if the hot vocabulary lacks it; such rows are not trained and count as misses.
     """
 
     logits: torch.Tensor
@@ -98,8 +98,8 @@ def imitation_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (Σ weights * loss, draft argmax [N] int64) of normed `states` [N, h_d] under `head`; weights [N] fp32.
 
-    The loss is the soft cross-entropy -Σ p log q, where p is the target's softmax over the goal's tokens; lk_weight
-    adds -log Σ min(p, q), minus the log of the acceptance probability (the "LK" loss).
+    The loss is the soft cross-entropy -Σ p log q, where p is the target's softmax over the goal's tokens and q the
+    draft's; lk_weight weighs -log Σ min(p, q), the negative log of the acceptance probability (the "LK" loss).
     """
     wants_grad = torch.is_grad_enabled()
     return _Imitation.apply(states, head.weight, head.bias, goal, weights, lk_weight, math, wants_grad)

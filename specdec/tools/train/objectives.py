@@ -1,4 +1,4 @@
-"""Training objectives, all that the training loop knows of a student: loss and draft tokens of a batch, and AdamW."""
+"""Training objectives, the interface of a student to the training loop: loss and draft tokens of a batch, and AdamW."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ Rounding = Callable[[str, torch.Tensor], torch.Tensor]  # (name, fp32 weight) to
 
 
 class Optimizer:
-    """Owns the optimizer's state and the working copy.
+    """AdamW over an fp32 module, with a working copy of it in the training dtype.
 
     module: fp32, updated in place; only parameters that require gradients are trained. working: a copy in `dtype`,
     through which losses are backpropagated; the module itself if it is in `dtype` already and there is no rounding.
@@ -116,7 +116,7 @@ class Outcome:
 
 
 class Objective(ABC):
-    """A student module in fp32, trained in place to imitate `model`, which is only read."""
+    """Base of objectives: an fp32 student module, trained in place to imitate the frozen target `model`."""
 
     def __init__(
         self,
@@ -149,7 +149,8 @@ class Objective(ABC):
 
 
 class HeadObjective(Objective):
-    """A draft head unrolled over its own states; soft cross-entropy over its tokens, and features if weighted."""
+    """Objective of draft heads, unrolled over their own states: soft cross-entropy, and feature loss if weighted.
+    ValueError for a head of several MTP modules."""
 
     def __init__(self, model: PreTrainedModel, head: DraftHead, config: TrainConfig):
         if head.num_modules > 1:

@@ -67,7 +67,7 @@ def write_gguf(folder: Path, student: PreTrainedModel, embed_type: str) -> None:
 
 
 def write_safetensors(folder: Path, student: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Write `student` as transformers does, in `dtype`."""
+    """Write `student` by `save_pretrained`, in `dtype`."""
     with replacing(folder, CHECKPOINT) as partial:
         copy.deepcopy(student).to(dtype).save_pretrained(partial)
 
@@ -185,9 +185,10 @@ class StandaloneObjective(Objective):
 
 @torch.no_grad()
 def new_student(model: PreTrainedModel, shape: HeadShape, counts: torch.Tensor, seed: int) -> LlamaForCausalLM:
-    """Make a Llama in fp32 on the target's device, with tied embeddings projected from the target's output head.
+    """Make a small Llama in fp32 on the target's device, with tied embeddings projected from the target's output head.
 
-    counts [V] int64: how often the target emits each token; frequent tokens shape the projection most.
+    counts [V] int64: how often the target emits each token, the weights of `project`. ValueError for sizes that do not
+    fit each other.
     """
     text, head = model.config.get_text_config(), model.get_output_embeddings().weight
     if shape.hidden_size % (2 * shape.num_heads):  # ropes rotate pairs

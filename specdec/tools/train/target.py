@@ -20,13 +20,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def load(target: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
-    """Load target and tokenizer; "auto" is CUDA in bfloat16 if there is a CUDA device, else the CPU in float32."""
+    """Load target and tokenizer; "auto": bfloat16 on CUDA if there is a CUDA device, else float32 on the CPU.
+    ValueError for an unknown target, dtype or device."""
     where = device_of(device)
     return load_pretrained(target, dtype=dtype_of(dtype, where), device=where)
 
 
 def device_of(device: str) -> str:
-    """Return `device`, for "auto" CUDA where there is any; ValueError for a device that is not there."""
+    """Return `device`; "auto": "cuda" if there is a CUDA device, else "cpu". ValueError for a missing device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         return "cuda" if count else "cpu"
@@ -50,7 +51,7 @@ def dtype_of(dtype: str, device: str) -> torch.dtype:
 
 
 def special_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Return the ids a hot vocabulary must have: the tokenizer's special tokens and those that end a generation."""
+    """Return the ids a hot vocabulary must have: the tokenizer's special tokens and the model's EOS ids."""
     vocab_size = model.get_output_embeddings().weight.shape[0]
     return {i for i in (*tokenizer.all_special_ids, *eos_ids_of(model)) if i is not None and i < vocab_size}
 
@@ -63,7 +64,8 @@ class TeacherOutput(NamedTuple):
 
 
 class Teacher:
-    """A live target that is only read. aux_layers: layers whose output is taken, low to high, or (LAST,), or none."""
+    """The frozen target as a teacher. aux_layers: layers whose output is read, ascending, or (LAST,), or none.
+    ValueError for other layers."""
 
     def __init__(self, model: PreTrainedModel, aux_layers: Sequence[int]):
         last = TargetShape.of(model).num_layers - 1
@@ -103,9 +105,8 @@ class Teacher:
 
     @property
     def output_head(self) -> OutputHead:
-        """The output head, frozen, without what the model does to logits after it (scaling, softcap). Where there is
-        any, a draft scored by this head cannot match the served distribution exactly, and its loss cannot reach that
-        one's entropy."""
+        """The frozen output head, without the model's scaling or softcap of logits. If it has any, a draft scored by
+        this head cannot match the target's distribution exactly, nor its loss reach that distribution's entropy."""
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         return OutputHead(head.weight.detach(), None if bias is None else bias.detach())
@@ -125,7 +126,7 @@ class Teacher:
         return math.goal(self.logits, hidden, self.output_head.weight.shape[0], hot_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map last hidden states [N, h] to logits [N, V], through all that the model does to them."""
+        """Map last hidden states [N, h] to logits [N, V], with the model's scaling and softcap."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         answer = self._output(last_hidden_state=hidden.unsqueeze(0))
         with answering(self.model.get_decoder(), answer):

@@ -1,4 +1,4 @@
-"""The training loop: batches in, updates, rates on held-out sequences, checkpoints that resume bit for bit.
+"""The training loop: batches, updates, rates on held-out sequences, and checkpoints that resume bit for bit.
 
 It knows neither heads nor losses; an `Objective` does.
 """
@@ -27,7 +27,8 @@ from specdec.tools.train.objectives import Objective
 
 
 class Trainer:
-    """Runs the training loop and keeps its place in the data. The objective's student is trained in place."""
+    """Runs the training loop of an objective, whose student it trains in place, and keeps its place in the data.
+    checkpoint: file to save to during the run; None: nothing is saved."""
 
     def __init__(self, objective: Objective, train: Corpus, held_out: Corpus, checkpoint: str | Path | None = None):
         c = objective.config
@@ -47,10 +48,11 @@ class Trainer:
         self.max_steps = min((n for n in limits if n), default=None)
 
     def fit(self) -> dict[str, Any]:
-        """Train to the end of the run; return the held-out rates there (`evaluate`) with steps, tokens, minutes.
+        """Train to the end of the run; return the final held-out rates (`evaluate`) with steps, tokens, minutes.
 
-        FloatingPointError for a loss that is not finite, when it is logged, saved or over: no step waits for that.
-        KeyboardInterrupt after the step at which Ctrl-C came, when a checkpoint is saved.
+        FloatingPointError for a non-finite loss, at the next log, save or end of the run, so that no step syncs.
+        KeyboardInterrupt once the step that Ctrl-C came in is done and its checkpoint saved. ValueError if the corpus
+        has no rows to train.
         """
         if not self.batches.num_rows:
             raise ValueError(

@@ -18,8 +18,8 @@ from specdec.core.draft.head import RecyclingHead
 
 
 class TTTAttention:
-    """The `attend` callable of one unrolling: called once per step and layer, in order; keeps the steps' keys and
-    values. layers: the head's, in call order."""
+    """The `attend` callable of one `unroll`: called once per step and layer, in order; keeps each step's K and V.
+    layers: the head's attention layers, in call order; ValueError for layers with sinks."""
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
         if any(spec.has_sinks for spec in layers):
@@ -85,8 +85,8 @@ def unroll(
 ) -> Iterator[torch.Tensor]:
     """Yield the recycled state [B, T, h_d] of each of `num_steps` steps, in order.
 
-    embed: the target's, frozen, used unless the head has its own. tokens [B, >= T + num_steps] int64, right-padded.
-    features [B, T, num_aux*h]: the target's. Step j runs module min(j, num_modules-1).
+    embed: the target's frozen embedding, used unless the head has its own. tokens [B, >= T + num_steps] int64,
+    right-padded, else ValueError. features [B, T, num_aux*h]: the target's. Step j runs module min(j, num_modules-1).
     """
     batch, length = features.shape[:2]
     if tokens.shape[1] < length + num_steps:
