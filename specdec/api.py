@@ -58,30 +58,30 @@ def attach(
 ) -> "Engine":
     """Attach to a live `transformers` causal LM and return an engine that generates its text.
 
-    target: the model, in eval mode, on one device; docs/engine.md names the ways in which it may be quantised. It stays
-        usable; `Engine.detach()` restores it, and so does dropping the engine. Or a `PeftModel`, whose active adapters
-        count. Or one that transformers has sharded over ranks (tensor parallelism): then every rank attaches, and makes
-        the same calls.
+    target: the model, in eval mode, on one device; docs/engine.md lists the supported quantisations. It stays usable;
+        `Engine.detach()`, or dropping the engine, restores it. A `PeftModel` runs with its active adapters. A model
+        that transformers has sharded over ranks (tensor parallelism) must be attached on every rank, and every rank
+        must make the same calls.
     draft: a checkpoint folder, a .gguf file, a Hub id, a loaded head, a live causal LM of the same vocabulary
-        ("standalone"), an assistant of Gemma 4, or None for plain decoding. For "nextn" the target's own checkpoint, if
-        it holds MTP layers, or a folder that holds only them.
+        ("standalone"), an assistant of Gemma 4, or None for plain decoding. For "nextn": the target's own checkpoint,
+        if it holds MTP layers, or a folder that holds only MTP layers.
     algo: "auto" (read from the checkpoint; None without a draft), None (plain decoding) or a name of
-        `reach.assembly.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
-        earlier.
-    tokenizer: for text prompts, output text and stop strings; not needed for token ids. Or a processor, which has a
-        tokenizer and loads the images of chats.
-    adapters: LoRA adapters that requests choose (`generate(adapter=NAME)`): names of those that PEFT has loaded in the
-        model, or a dict from names to folders or Hub ids of what PEFT has saved. Those without `adapter` get the model
-        without any, whichever is active. Ranks up to 128, in the model's dtype.
+        `reach.assembly.algorithms.algorithms`. "lookup" (prompt lookup) takes no draft: it proposes the tokens that
+        followed an earlier occurrence of the last tokens.
+    tokenizer: needed for text prompts, output text and stop strings, not for token ids. A processor is accepted too: it
+        has a tokenizer and loads the images of chats.
+    adapters: LoRA adapters that requests select (`generate(adapter=NAME)`): names of adapters that PEFT has loaded in
+        the model, or a dict from names to folders or Hub ids of adapters that PEFT has saved. Requests without
+        `adapter` run the model without adapters, whichever is active. LoRA ranks up to 128, in the model's dtype.
     settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...). On
-        CUDA a draft's folder may say which of the first three are best (speculation.json); what is given here counts.
+        CUDA, speculation.json in a draft's folder may set the first three; arguments given here override it.
 
     On CUDA all graphs are captured here, which takes seconds; nothing is captured later.
 
-    Raises AttachError (a ValueError) with every reason why the model cannot be attached (under check_kernels, a kernel
-    that is wrong at its sizes on this GPU is one), CheckpointError with every problem of the draft, CapacityError if
-    it will not fit the device, ValueError for settings out of range and, under strict, GraphError for a graph that
-    cannot be made; RankError if another rank fails. The model is left unchanged then.
+    Raises AttachError (a ValueError) with every reason why the model cannot be attached (under check_kernels also each
+    kernel that gives wrong results at the model's sizes on this GPU), CheckpointError with every problem of the draft,
+    CapacityError if the engine does not fit in device memory, ValueError for settings out of range, RankError if
+    another rank fails and, under strict, GraphError for a graph that cannot be captured. The model is unchanged then.
     """
     model = live_model(target)
     refuse_autocast(model.device)
@@ -117,7 +117,7 @@ def attach(
 def engine_of(model: nn.Module) -> "Engine | None":
     """Return the engine that is attached to a live model, as its target or as its draft; None if there is none.
 
-    An engine that `install` or `custom_generate=FOLDER` has left with its model is found so, too.
+    Also finds an engine that no variable holds any more: `install` and `custom_generate=FOLDER` keep it with the model.
     """
     target = owner_of(model)
     return None if target is None else target.used_by()
@@ -129,11 +129,11 @@ def _join(ranks: Ranks, comm: Communicator) -> None:
 
 
 class Engine:
-    """Generates the target's own text. Made by `attach`; one target, one draft, one KV pool.
+    """Generates the target's own text by speculative decoding. Made by `attach`; one target, one draft, one KV pool.
 
-    Any number of threads may call `generate` and `stream`, and any number of tasks in asyncio `agenerate` and
-    `astream`: one thread steps for all, each caller returns as soon as it has what it waits for. The attached model may
-    be called in other threads, too; such a call waits for a step to end. Ctrl-C takes effect between two steps.
+    Any number of threads may call `generate` and `stream`, and any number of asyncio tasks `agenerate` and `astream`:
+    their requests are batched together, and each call returns as soon as its own results are there. Other threads may
+    call the attached model; such a call waits for the current step to end. Ctrl-C takes effect between two steps.
     """
 
     def __init__(
@@ -162,34 +162,37 @@ class Engine:
                 owner.used_by = weakref.ref(self)
 
     def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
-        """Generate for one prompt or a ragged batch; `core.text.inputs.prompts_to_ids` says what a prompt can be.
+        """Generate for one prompt or a ragged batch: text, chats or token ids, see `core.text.inputs.prompts_to_ids`.
 
-        Prompts with images, where the model takes any: what its processor returns (`generate(processor(...))`, or
-        input_ids with pixel_values= and the like), chats with image parts (`attach(tokenizer=processor)`), or a list
-        that has some of these.
+        If the model takes images, a prompt can also be its processor's output (`generate(processor(...))`, or
+        input_ids with pixel_values= and the like) or a chat with image parts (`attach(tokenizer=processor)`); a list
+        can mix all kinds.
 
-        Without options it does what `model.generate` would: the model's own `generation_config` decides about
-        sampling, penalties, lengths and EOS; if that sets no length, at most 256 tokens are emitted, fewer where
-        fewer fit. Options:
-        max_new_tokens: one number, or one per prompt. attention_mask: the ids that count.
+        Without options it does what `model.generate` would: the model's own `generation_config` sets sampling,
+        penalties, lengths and EOS. If that sets no length, at most 256 tokens are emitted, fewer where max_seq_len
+        leaves less room. Options:
+        max_new_tokens: one number, or one per prompt. attention_mask: 0 or 1 in the shape of input_ids; ids at 0
+        are dropped.
         do_sample, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens,
         min_length, max_length, suppress_tokens, begin_suppress_tokens, bad_words_ids, sequence_bias (single tokens),
-        eos_token_id, stop_strings, generation_config: as in `model.generate`; None switches one off.
+        eos_token_id, stop_strings, generation_config: as in `model.generate`; None turns one off.
         logit_bias: id -> value added to its logit. frequency_penalty, presence_penalty: as in OpenAI's API. seed: of
-        the first request, the others use hashes of it (`request_seed`), so that other seeds share no sample; None draws
-        fresh ones.
+        the first request; the others use hashes of it (`request_seed`), so that calls with different seeds share no
+        samples; None draws fresh seeds.
         sampling: SamplingParams, one for all or one per prompt, in place of all these but EOS and lengths.
-        stop: strings that end a request; its text ends before the string. They are looked for in the new text, as
-        OpenAI does, while `stop_strings` may begin in the prompt. stop_token_ids: ids that end it.
-        ignore_eos: go on past EOS. priority: while requests wait, higher ones are admitted first; from -1000 to 1000.
+        stop: strings that end a request; its text ends before the string. Only new text is searched, as in OpenAI's
+        API, while `stop_strings` may begin in the prompt. stop_token_ids: ids that end a request.
+        ignore_eos: go on past EOS. priority: -1000 to 1000; waiting requests of higher priority are admitted first.
         grammar: a `Grammar` that the text follows, or a dict of its fields (such as {"json": schema}); one for all, or
-        one or None per prompt. The engine must have been attached with `grammar`.
-        skip_special_tokens: False leaves special tokens, EOS included, in texts.
+        one or None per prompt. Needs `attach(grammar=)`.
+        skip_special_tokens: False keeps special tokens, EOS included, in texts.
         adapter: name of a LoRA adapter that was given to `attach`; one for all, or one or None per prompt.
-        deadline: seconds after which a request ends with what it has (finish_reason "deadline"), waiting included.
+        deadline: seconds, waiting included, after which a request ends with the tokens it has (finish_reason
+        "deadline").
 
-        Every argument is checked before any work starts; ValueError (CapacityError for what can never fit) names what
-        is wrong or not supported.
+        Every argument is checked before any work starts. ValueError names the argument that is wrong or not supported,
+        CapacityError the prompt that can never fit. DetachedError after `detach`, GraphError after a change of the
+        model that the engine cannot follow.
         """
         requests, start = self._requests(prompts, **options), time.perf_counter()
         with closing(self._run(requests, wants_tokens=False)) as run:
@@ -207,7 +210,7 @@ class Engine:
         return self._stream(self._one_request("stream", prompt, options))
 
     async def agenerate(self, prompts: Any, **options: Any) -> GenerationOutput:
-        """Do what `generate` does without blocking the event loop; cancelling the task frees rows and pages."""
+        """Do what `generate` does without blocking the event loop; cancelling the task frees its KV pages."""
         requests, start = await asyncio.to_thread(self._requests, prompts, **options), time.perf_counter()
         async with aclosing(self._driven().run(self._attached().call(requests, wants_tokens=False))) as run:
             async for finished in run:
@@ -218,47 +221,47 @@ class Engine:
     def astream(self, prompt: Any, **options: Any) -> AsyncGenerator[str, None]:
         """Yield the text of ONE prompt as it becomes certain: `async for piece in engine.astream(prompt)`.
 
-        The options are those of `generate`. Closing it (`contextlib.aclosing`), or cancelling the task that reads it,
-        frees the request's slots.
+        The options are those of `generate`. Closing the generator (`contextlib.aclosing`), or cancelling the task that
+        reads it, frees the request's slots.
         """
         return self._astream(self._one_request("astream", prompt, options))
 
     def score(self, prompts: Any, continuations: Any, adapter: str | None = None) -> list[Score]:
         """Return, for every prompt, log p(continuation | prompt) in nats and whether greedy decoding would write it.
 
-        prompts: as in `generate`; continuations: one string or list of ids for each. Text is tokenised by itself, so a
-        word that begins a continuation keeps its space: score("The capital of France is", " Paris"). Log-probabilities
-        are the target's own, before temperature and penalties. Only the target works, through prefill graphs, several
-        prompts at a time, and reads what they have in common once; requests that run beside it go on. A result is the
-        pair (logprob, is_greedy). adapter: see `generate`; one for all.
+        prompts: as in `generate`; continuations: one string or list of ids for each. A continuation is tokenised by
+        itself, so its first word keeps its space: score("The capital of France is", " Paris"). Log-probabilities are
+        the target's own, before temperature and penalties. Prompts are packed into prefills of the target, which read
+        a common prefix once; other requests go on meanwhile. A result is the pair (logprob, is_greedy). adapter: see
+        `generate`; one for all.
 
-        ValueError names an empty prompt or continuation, CapacityError what is longer than max_seq_len.
+        ValueError names an empty prompt or continuation, CapacityError a pair longer than max_seq_len.
         """
         return score(self._attached(), self.tokenizer, prompts, continuations, adapter)
 
     def submit(self, prompts: Any, **options: Any) -> list[Request]:
         """Queue a request for every prompt, for callers that step the engine themselves: servers, benches.
 
-        Prompts and options are those of `generate`. A request has `tokens`, `finish_reason` (None until it is finished)
-        and `read()`, which returns the text since the last call. The caller steps until its requests are finished, or
-        abandons them: they hold KV slots.
+        Prompts, options and errors are those of `generate`. A request has `tokens`, `finish_reason` (None until it is
+        finished) and `read()`, which returns the text since the last call. Requests hold KV slots: the caller calls
+        `step` until they are finished, or `abandon`s them.
         """
         requests = self._requests(prompts, **options)
         self._attached().submit(requests)
         return requests
 
     def compile_grammar(self, grammar: Any) -> Any:
-        """Compile a `Grammar`, or a dict of its fields, so that `generate(grammar=)` takes no time for it.
+        """Compile a `Grammar`, or a dict of its fields, before `generate(grammar=)` needs it.
 
-        Compiled grammars are kept by their text, so this is for callers, such as servers, that would hold up others
-        meanwhile. The result is for `grammar=` of this engine. ValueError names what is invalid or not supported.
+        For callers such as servers, where compiling would delay other requests; compiled grammars are cached by their
+        text. Pass the result as `grammar=` to this engine. ValueError names what is invalid or not supported.
         """
         return compile_grammar(self._attached(), grammar)
 
     def step(self) -> bool:
-        """Run one prefill or one round of all that is queued and process arrived results; return whether work is left.
+        """Run one prefill or one round of the queued requests and process arrived results; return whether work is left.
 
-        A launch that fails raises here and ends all running requests with the same error, their `failure`.
+        If a launch fails, its error is raised here and ends all running requests, as their `failure`.
         """
         core = self._attached()
         core.step()
@@ -270,12 +273,12 @@ class Engine:
         core.abandon([r for r in requests if r.finish_reason is None])
 
     def install(self, on_unsupported: str = "raise") -> ExitStack:
-        """Make `model.generate` of the attached model this engine's, for pipelines, streamers and evaluation code.
+        """Let the attached model's own `generate` decode with this engine: for pipelines, streamers, evaluation code.
 
-        transformers prepares every call as before; arguments mean what they mean there, results have its form, and
-        greedy text is equal to its own. What the engine cannot decode so (beams, processors in Python) raises
-        ValueError, or with on_unsupported="fallback" is decoded by transformers, with a warning. `uninstall` or
-        `detach` undoes it; so does leaving `with engine.install():`.
+        transformers prepares every call as before: arguments and results are those of `model.generate`, and greedy text
+        is equal to its own. A call that the engine cannot decode (beams, logits processors in Python) raises
+        ValueError, or with on_unsupported="fallback" is decoded by transformers, with a warning. `uninstall`, `detach`
+        or the end of `with engine.install():` undoes it.
         """
         undo = install(self, on_unsupported)
         self._installed.callback(undo)
@@ -305,22 +308,22 @@ class Engine:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of adapters that requests may choose: `attach(adapters=)`."""
+        """Names of the LoRA adapters that requests may select: `attach(adapters=)`."""
         return tuple(self._attached().target.adapters)
 
     @property
     def draft_module(self) -> nn.Module | None:
-        """The head or the standalone model that drafts, if any."""
+        """The head or the standalone model that drafts; None without one."""
         return self._attached().round.worker.module
 
     def clear_prefix_cache(self) -> None:
-        """Forget the K/V of all that was served, as after a change of weights that cannot be noticed: one through
-        `.data` or `numpy()`, such as PEFT's `merge_and_unload` and `hotswap_adapter`; adapters that requests choose are
-        read again. Of several ranks, one that calls it is enough."""
+        """Empty the prefix cache, and read the adapters of `attach(adapters=)` again. Needed only after a change of
+        weights that the engine cannot detect: one through `.data` or `numpy()`, such as PEFT's `merge_and_unload` and
+        `hotswap_adapter`. With tensor parallelism a call on one rank is enough."""
         self._attached().clear_prefixes()
 
     def check_integrity(self) -> None:
-        """Assert that every KV slot is free, or held by running requests and the prefix cache."""
+        """Raise AssertionError unless every KV slot is free, or held by running requests or the prefix cache."""
         core = self._attached()
         with core.turns:
             core.slot_tables.check_integrity()
@@ -329,7 +332,7 @@ class Engine:
         """Restore the model and free the pools. The engine cannot generate afterwards; a second call does nothing.
 
         If it raises (out of memory while compiled layers give weights back), the model is usable and the engine still
-        attached: free some memory and call it again. `with attach(...) as engine:` detaches at its end.
+        attached: free some memory and call `detach` again. `with attach(...) as engine:` detaches at its end.
         """
         if self._core is None:
             return

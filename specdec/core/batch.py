@@ -20,7 +20,7 @@ class ForwardMode(Enum):
 
 
 def ancestor_mask(bits: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    """Return the mask [bs, q, num_nodes], bool, of ancestor bits [bs, q, W], int64: query q sees node j."""
+    """Unpack ancestor bits [bs, q, W] int64 to a mask [bs, q, num_nodes] bool: True where query q sees node j."""
     nodes = torch.arange(num_nodes, device=bits.device)
     return (bits[..., nodes // 64] >> nodes % 64) & 1 != 0
 
@@ -49,7 +49,7 @@ class AttentionMetadata:
     q_lens: EXTEND only, tokens of each request on the host (ragged). None: every request has q_len, or, for EXTEND,
         only the device knows (`is_packed`).
     starts: prefix_lens on the host, if they are known there (prefills); None: unknown.
-    rotary: [T] int64, positions by which queries are rotated, where they are others than `positions`.
+    rotary: [T] int64, positions that rotate queries and keys, where they differ from `positions`; None: `positions`.
     limits: ragged prefills only, [T] int64, the last position that each query sees, not before its own and ascending
         within a request: tokens of an image may see each other. None: its own.
     """
@@ -91,7 +91,7 @@ class AttentionMetadata:
         return torch.searchsorted(self.qo_indptr[1:], places, right=True)
 
     def visible_nodes(self) -> torch.Tensor:
-        """Return which tail nodes each query sees, itself included: [bs, q_len, tail_len] bool."""
+        """Return the mask [bs, q_len, tail_len] bool of tail nodes that each query sees, itself included."""
         if self.ancestor_bits is not None:
             return ancestor_mask(self.ancestor_bits, self.tail_len)
         node = torch.arange(self.tail_len, device=self.rows.device)

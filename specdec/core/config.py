@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from specdec.core.ranges import FLAG, TOKEN, Range, check_fields, either, list_of, one_of, optional, real, whole
 
-MAX_TOP = 128  # best tokens whose log-probabilities are returned
+MAX_TOP = 128  # most likely tokens whose log-probabilities are returned
 MAX_TOPK = 64  # branches a step: its K*K children are ranked by one program
 MAX_TAIL = 256  # nodes that ancestor masks name: four words of 64 bits; the kernels hold a tree in one program
 AUTO = "auto"
 AUTO_STEPS = (1, 3, 5)  # lengths of chains that rounds choose among by themselves
-CATCH_UP = 32  # plain rounds that a draft may fall behind, where they do; it takes their tokens in one forward then
+CATCH_UP = 32  # plain rounds that a draft may fall behind; one forward over their tokens brings it up to date
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
 CONSTRAINED = ("constrained_greedy", "constrained")  # kinds of sampling under grammars
 PREFILL_GRAPHS = ("auto", "whole", "piecewise", "breakable", "off")
@@ -24,12 +24,12 @@ DRAFT_WEIGHTS = (None, "fp8")
 
 
 def num_words(num_nodes: int) -> int:
-    """Return how many words of 64 bits name `num_nodes` nodes: the W of ancestor bits."""
+    """Return the number of 64-bit words that hold one bit for each of `num_nodes` nodes: the W of ancestor bits."""
     return -(-num_nodes // 64)
 
 
 class Shape(NamedTuple):
-    """Shape of a round's draft: see these fields of `EngineConfig`. 0, 1, 1 is plain decoding."""
+    """Shape of a round's draft; the fields are those of `EngineConfig`. (0, 1, 1) is plain decoding."""
 
     num_steps: int
     topk: int
@@ -43,64 +43,66 @@ class Shape(NamedTuple):
 class EngineConfig:
     """Settings of an engine: drafting, capacity, backend and graphs.
 
-    num_steps S: draft depth, tokens on the longest drafted path (0 without a draft). "auto": every round has the shape
-        with the most expected tokens a ms, as measured at attach and since: no drafts, a chain of one of `auto_steps`,
-        or the tree if topk > 1. S is the longest of them then. Texts stay the same.
+    num_steps S: draft depth, tokens on the longest drafted path (0 without a draft). "auto": every round takes the
+        shape with the most expected tokens per ms, as measured at attach and since: no draft, a chain of one of
+        `auto_steps`, or the tree if topk > 1. S is then the longest. The emitted text does not depend on it.
     topk K: branches kept per step; 1 drafts a chain.
     num_draft_tokens D: nodes verified per request and round, root included; a chain has S+1.
     auto_steps: lengths of the chains that num_steps="auto" chooses among, (1, 3, 5) unless given; None: S is fixed.
-    max_batch: requests decoded together; more wait their turn. From 16 on, up to an eighth of so many are prefilled
-        while they wait.
+    max_batch: requests decoded together; others wait. From 16 on, up to max_batch / 8 of the waiting requests are
+        prefilled ahead of their turn.
     max_seq_len: longest prompt plus output of one request, in tokens.
     num_slots: KV slots (tokens) of the pool; None holds `max_batch` requests of `max_seq_len`.
     page_size: KV slots allocated together.
-    prefix_cache: whether K/V of what was served stays while there is room, so that of prompts which begin alike (turns
-        of a chat, many samples of one prompt, the same examples before every question) only what is new is prefilled.
-        "auto": where the draft allows it. Models with recurrent layers go on from snapshots of their states, kept at
-        multiples of 64 tokens, as many as there are rows (4 at least). When the model changes all is forgotten, but
-        what is written through `.data` or `numpy()` is not noticed: call `Engine.clear_prefix_cache` then.
+    prefix_cache: whether K/V of served text is kept while there is room, so that a prompt that shares a prefix with it
+        (turns of a chat, many samples of one prompt, few-shot examples) is prefilled only past that prefix. "auto":
+        where the draft allows it. Models with recurrent layers resume from snapshots of their states, kept at multiples
+        of 64 tokens, as many as max_batch (4 at least). A change of the model empties the cache, except one through
+        `.data` or `numpy()`, which is not detected: call `Engine.clear_prefix_cache` after it.
     max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
-    mixed_prefill_tokens: the same while requests that came earlier decode: a round of theirs follows each forward, so
-        that a long prompt slows them down but does not stop them. Prompts submitted together are prefilled first, all.
-    sample_drafts: whether chains of sampled requests, and one path of every tree, are drawn from the draft's own law,
-        which accepts more; False drafts the most likely tokens. Both are lossless.
-    lookup: whether trees also hold what followed the last tokens earlier in the text, as algo="lookup" drafts: for
-        texts that repeat themselves, such as edited code.
-    draft_vocab: target tokens that a draft may propose, of those it scores: their ids, or n for all ids below n and the
-        model's EOS; None: all. Its output head has only these rows (FR-Spec, arXiv 2502.14856); texts stay the same.
-    draft_weights: "fp8": a draft head and its output head read weights in FP8 (blocks of 128 x 128; activations are
-        rounded, too), so rounds take less time, and slightly fewer drafts may be accepted; texts stay the same. They
-        are copies, made at attach. None: as they are.
+    mixed_prefill_tokens: the same while earlier requests decode: a decoding round follows each such forward, so that a
+        long prompt slows them down but does not stop them. Prompts submitted together are all prefilled first.
+    sample_drafts: whether chains of sampled requests, and one path of every tree, are sampled from the draft's
+        distribution, which raises acceptance; False drafts the most likely tokens. Both are lossless.
+    lookup: whether trees also hold the tokens that followed an earlier occurrence of the last tokens, as algo="lookup"
+        drafts: for texts that repeat themselves, such as edited code.
+    draft_vocab: target tokens that a draft may propose, among those it scores: their ids, or n for all ids below n and
+        the model's EOS; None: all. The draft's output head keeps only these rows (FR-Spec, arXiv 2502.14856).
+    draft_weights: "fp8": a draft head and its output head use FP8 copies of their weights, made at attach (blocks of
+        128 x 128; activations are quantised, too): rounds take less time, and slightly fewer drafts may be accepted.
+        None: the weights as loaded.
     backend: attention backend, "auto" or a name in `specdec.backends`.
-    latents: whether K/V of attention over latents (MLA) is kept as latents, where backend and layers allow it. False
-        expands it to K and V of each head, as transformers does: prompts take fewer multiplications, K/V more memory.
+    latents: whether MLA layers store latents as K/V, where backend and layers allow it. False stores K and V of each
+        head, as transformers does: prefills take fewer multiplications, K/V more memory.
     cuda_graph: whether rounds replay from graphs; None: on CUDA. True elsewhere records and re-runs, for tests.
-    graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
+    graph_batches: batch sizes to capture; None: `graphs.batch_buckets` up to max_batch.
     graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters), "filtered", and, for requests
         with penalties, bans or biases, "processed_greedy" and "processed".
     grammar: library for requests with a grammar, "llguidance" or "xgrammar"; "auto": the first that is installed.
-        Graphs of constrained rounds are captured then, of greedy ones, and of others if `graph_sampling` has any. None:
-        such requests are refused.
+        Graphs of constrained greedy rounds are captured, and of constrained sampled ones if `graph_sampling` has a
+        sampled kind. None: requests with a grammar are refused.
     prefill_graph: graphs of prefills: "breakable" (captured in segments around attention), "piecewise" (the same, of
-        traced and compiled pieces), "whole" (attention, first tokens and the draft's prefill included: one launch;
-        batches it does not serve take "piecewise" where layers are compiled, else "breakable"), "off", or "auto": on
-        CUDA whole ones up to 2048 tokens and those others; "off" elsewhere.
-    prefill_buckets: token counts to capture for prefills, None for the usual ones up to max_prefill_tokens.
-    compile: whether the target's layers are traced and compiled, for rounds and prefills; attaching takes longer then,
-        most of all the first time on a machine. "auto": on CUDA, where rounds have graphs; a model that does not trace
-        runs as it is, and `Engine.report()` says why. True warns of such a model, or raises GraphError under strict.
-        SPECDEC_COMPILE=0 in the environment turns "auto" off.
+        traced and compiled pieces), "whole" (one launch, with attention, first tokens and the draft's prefill; other
+        batches take "piecewise" where layers are compiled, else "breakable"), "off", or "auto": on CUDA "whole" up to
+        2048 tokens and the others above, "off" elsewhere.
+    prefill_buckets: token counts to capture for prefills; None: a default set up to max_prefill_tokens.
+    compile: whether the target's layers are traced and compiled, for rounds and prefills; attaching then takes longer,
+        most of all the first time on a machine. "auto": on CUDA, where rounds have graphs; a model that cannot be
+        traced runs as it is, and `Engine.report()` says why. True warns of such a model, or raises GraphError under
+        strict. SPECDEC_COMPILE=0 in the environment turns "auto" off.
     compiler: compiler of traced pieces, "inductor" or "eager" (none; for tests).
     strict: raise GraphError where a round, or a prefill that has graphs, cannot replay, instead of running it eagerly.
-    check_kernels: whether attaching first holds the kernels of attention, recurrent layers and experts against their
-        torch twins, at the model's own sizes; AttachError names one that is wrong. It also compares bits where that is
-        not done anyway (`Report.bits`).
-    logprobs: with every emitted token, its log-probability and those of so many best tokens (0: its own alone); None:
-        none are computed. Costs a pass over the logits of emitted tokens in every round.
-    digests: for comparing engines: with every emitted token, a checksum of the bits of the target's logits that it was
-        chosen from (`RequestOutput.digests`), as `specdec bench lossless` does.
-    synthetic_acceptance: for measuring speed only: share of rounds in which draft position 1, 2, .. S is accepted,
-        whatever the target says; the text is meaningless then.
+    check_kernels: whether attach first compares the kernels of attention, recurrent layers and experts with their torch
+        references, at the model's own sizes; AttachError names each wrong one. It also compares the bits of logits
+        where attach does not do so anyway (`Report.bits`).
+    logprobs: number n of most likely tokens whose log-probabilities are returned beside each emitted token's own (0:
+        its own alone); None: none are computed. Costs a pass over the logits of emitted tokens in every round.
+    digests: returns, for every emitted token, a checksum of the bits of the target's logits that it was chosen from
+        (`RequestOutput.digests`), to compare engines, as `specdec bench lossless` does.
+    synthetic_acceptance: for speed measurements only: share of rounds in which draft position 1, 2, .. S is accepted,
+        whatever the target predicts; the text is then meaningless.
+
+    Raises ValueError, which names the field, its value and what was expected.
     """
 
     num_steps: int = 3
@@ -140,7 +142,7 @@ class EngineConfig:
         if self.lookup and self.topk == 1:
             raise ValueError("lookup=True with topk=1: chains hold no second draft; set topk > 1, or algo='lookup'")
         if self.num_steps == 0 and self.topk > 1:
-            raise ValueError(f"topk={self.topk} with num_steps=0: a tree needs at least one draft step")
+            raise ValueError(f"topk={self.topk} with num_steps=0: trees need num_steps of at least 1; or set topk=1")
         if self.topk * max(self.num_steps - 1, 1) > MAX_TAIL:
             raise ValueError(
                 f"topk={self.topk}, num_steps={self.num_steps}: topk*(num_steps-1) draft nodes exceed {MAX_TAIL}; "
@@ -157,7 +159,9 @@ class EngineConfig:
         object.__setattr__(self, "graph_sampling", tuple(k for k in GRAPH_SAMPLING if k in self.graph_sampling))
         if self.synthetic_acceptance is not None:
             if self.grammar is not None:
-                raise ValueError(f"grammar={self.grammar!r} with synthetic_acceptance: such text follows no grammar")
+                raise ValueError(
+                    f"grammar={self.grammar!r} with synthetic_acceptance: such text follows no grammar; leave one out"
+                )
             self._check_rates(self.synthetic_acceptance)
 
     def _read_auto(self) -> None:
@@ -202,18 +206,18 @@ class EngineConfig:
 
     @property
     def shape(self) -> Shape:
-        """The shape of a round, of "auto" the largest."""
+        """The shape of a round; with "auto" the largest."""
         return Shape(self.num_steps, self.topk, self.verify_width)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """All shapes that a round may have, plain decoding first if there are several, `shape` last."""
+        """All shapes that a round may have: plain decoding first if there are several, `shape` last."""
         chains = [Shape(n, 1, n + 1) for n in (0, *self.auto_steps)] if self.auto_steps else []
         return tuple(dict.fromkeys([*chains, self.shape]))
 
     @property
     def graph_kinds(self) -> tuple[str, ...]:
-        """Kinds of sampling to capture, those of `grammar` included."""
+        """Kinds of sampling to capture, constrained kinds included if `grammar` is set."""
         if self.grammar is None:
             return self.graph_sampling
         is_greedy = all(kind.endswith("greedy") for kind in self.graph_sampling)
@@ -242,25 +246,24 @@ class EngineConfig:
 
     @property
     def draft_tail(self) -> int:
-        """Nodes that a draft model may run in a round, one after the other: max(K·(S-1), D, S+1); of "auto" also what
-        it runs to catch up."""
+        """Most nodes of a draft model's forwards in a round: max(K·(S-1), D, S+1), with "auto" at least CATCH_UP."""
         most = max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1)
         return max(most, CATCH_UP) if self.auto_steps else most
 
     @property
     def tail_reserve(self) -> int:
-        """Slots a round may write past L: `draft_tail`, and one for drafts that are a token ahead."""
+        """KV slots a round may write past L: `draft_tail`, and one for drafts that are a token ahead."""
         return self.draft_tail + 1
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of the largest prefill forward: a chunk, or all prompts that can run at once."""
+        """Tokens of the largest prefill forward: a chunk, or all prompts that can run together."""
         return min(self.max_prefill_tokens, self.max_running * (self.max_seq_len - 1), self.pool_slots)
 
     @property
     def max_running(self) -> int:
-        """Requests that hold a row: `max_batch` that decode, and from 16 on up to an eighth more, which are prefilled
-        ahead of their turn, so that prefills of a large batch come in batches while all its rows decode."""
+        """Most requests that hold a row: `max_batch` that decode, and from 16 on up to an eighth more, prefilled ahead
+        of their turn, so that prefills of a large batch come in batches while all its rows decode."""
         return self.max_batch + self.max_batch // 16 * 2
 
     @property
@@ -275,12 +278,12 @@ class EngineConfig:
 
     @property
     def num_kept_states(self) -> int:
-        """Snapshots of recurrent layers that the prefix cache has room for: as much memory as rows take."""
+        """Snapshots of recurrent states that the prefix cache has room for."""
         return max(4, self.max_batch) if self.prefix_cache else 0
 
     @property
     def table_width(self) -> int:
-        """Positions in a row of the slot table: the longest request and one round's tail."""
+        """Positions in a row of the slot table: the longest request's and one round's tail."""
         return self.max_seq_len + self.tail_reserve
 
     @property

@@ -1,5 +1,5 @@
-"""The errors users can meet. User mistakes are ValueErrors: the message names the value, what was expected and what to
-do. GraphError is a RuntimeError: graphs that were asked for cannot be made or replayed."""
+"""Errors raised to users. User mistakes are ValueErrors, whose message names the value, what was expected and what to
+do; GraphError and RankError are RuntimeErrors."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ class AttachError(ValueError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, of a target, a draft or an adapter, is truncated, foreign, or made for another target; `problems`
-    lists what was found."""
+    """A checkpoint of a target, draft or adapter is missing, truncated, in an unknown layout, or made for another
+    target; `problems` lists every problem found."""
 
     def __init__(self, path: str, problems: Sequence[str]):
         self.problems = tuple(problems)
@@ -22,7 +22,7 @@ class CheckpointError(ValueError):
 
 
 class CapacityError(ValueError):
-    """Something can never fit: a request in the KV pool or the context, or an engine in the memory of its device."""
+    """A request exceeds the KV pool or max_seq_len, or an engine exceeds the memory of its device."""
 
 
 class DetachedError(ValueError):
@@ -30,7 +30,8 @@ class DetachedError(ValueError):
 
 
 class GraphError(RuntimeError):
-    """A batch or a phase that a strict engine must not run eagerly, a graph that fails, or one whose tensors moved."""
+    """A graph cannot be captured or replayed: under strict, where work would run eagerly; when a replay fails; or after
+    a change of the model that its graphs cannot follow."""
 
 
 class RankError(RuntimeError):

@@ -15,9 +15,10 @@ def acceptance_length(num_emitted: int, num_rounds: int) -> float:
 
 @dataclass
 class AcceptanceStats:
-    """Counts of verify rounds of a request, or of many.
+    """Counts of verify rounds and of accepted drafts, of one request or several.
 
-    accepted_at[j]: rounds in which draft position j was accepted and kept (unconditional; non-increasing in j).
+    num_emitted: tokens emitted by the rounds, bonus included. accepted_at[j]: rounds in which draft position j, from 0,
+    was accepted and kept (unconditional; non-increasing in j).
     """
 
     num_rounds: int = 0
@@ -25,7 +26,7 @@ class AcceptanceStats:
     accepted_at: list[int] = field(default_factory=list)
 
     def add(self, accept_lens: Iterable[int]) -> "AcceptanceStats":
-        """Count rounds that emitted `accept_lens` tokens, bonus included, after trimming; return this."""
+        """Add rounds that emitted `accept_lens` tokens each, bonus included, after trimming; return self."""
         for accept_len, count in Counter(accept_lens).items():
             self.num_rounds += count
             self.num_emitted += count * accept_len
@@ -36,7 +37,7 @@ class AcceptanceStats:
         return self
 
     def merge(self, others: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
-        """Return the sum of this and `others`."""
+        """Return a new AcceptanceStats with the counts of self and `others` added up."""
         parts = [self, *others]
         width = max(len(p.accepted_at) for p in parts)
         columns = [sum(p.accepted_at[j] for p in parts if j < len(p.accepted_at)) for j in range(width)]

@@ -8,9 +8,9 @@ from specdec.core.metrics import AcceptanceStats
 
 
 class TokenLogprob(NamedTuple):
-    """Natural log-probability of an emitted token, and of the target's best tokens: (id, log-probability), best first.
+    """Natural log-probability of an emitted token; `top`: (id, log-probability) of the most likely tokens, descending.
 
-    Of the target's own softmax, before temperature, filters, penalties and bans, over what a grammar allows.
+    Under the target's own softmax, before temperature, filters, penalties and bans, over the tokens a grammar allows.
     """
 
     logprob: float
@@ -19,15 +19,16 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request.
+    """Result of one request: tokens, text, finish reason, acceptance and times.
 
     tokens: ids emitted, EOS or stop id included; text: without special tokens, cut before a stop string.
     finish_reason: "eos", "stop_id", "stop_string", "length", "deadline", "dead_end" (its grammar allows no further
     token), or "error" (the target's logits were not finite).
-    acceptance: rounds and acceptance of this request; first_token_s, time_s: seconds since it was queued.
-    round_lens: tokens that each verify round emitted, in order; `tokens` begins with one more, the prefill's.
-    logprobs: of each of `tokens`; None unless the engine was attached with `logprobs`.
-    num_cached: prompt tokens whose K/V the prefix cache had.
+    acceptance: rounds and acceptance of this request; first_token_s, time_s: seconds from queueing to the first token
+    and to the end.
+    round_lens: tokens that each verify round emitted, in order; the first of `tokens` comes from the prefill instead.
+    logprobs: one for each of `tokens`; None unless the engine was attached with `logprobs`.
+    num_cached: prompt tokens whose K/V came from the prefix cache.
     digests: for each of `tokens`, a checksum of the bits of the logits it was chosen from; empty unless the engine was
     attached with `digests`.
     """
@@ -46,10 +47,10 @@ class RequestOutput:
 
     @property
     def is_drafted(self) -> list[bool]:
-        """For each of `tokens`, whether it was drafted and accepted; else the target chose it itself.
+        """For each of `tokens`, True if it was drafted and accepted, False if the target chose it.
 
-        The last token of a round is the target's own. Where the request ended within a round, the last one kept may
-        have been a draft; it counts as the target's.
+        The last token of a round is the target's own. Where the request ended within a round, the last token kept may
+        have been drafted; it still counts as the target's.
         """
         marks = [i < n - 1 for n in self.round_lens for i in range(n)]
         return [False] * (len(self.tokens) - len(marks)) + marks
@@ -59,8 +60,8 @@ class RequestOutput:
 class GenerationStats:
     """Totals of one call of `generate`.
 
-    acceptance: over all requests; time_s: seconds of the whole call; num_tokens: emitted, the prefills' included;
-    num_cached_tokens: prompt tokens whose K/V the prefix cache had.
+    acceptance: over all requests; time_s: seconds of the whole call; num_tokens: tokens emitted, first tokens (from
+    prefills) included; num_cached_tokens: prompt tokens whose K/V came from the prefix cache.
     """
 
     num_requests: int
@@ -77,7 +78,7 @@ class GenerationStats:
 
     @property
     def acceptance_at(self) -> list[float]:
-        """a_j: share of rounds in which draft position j was accepted."""
+        """Per-position acceptance a_j: share of rounds in which draft position j was accepted."""
         return self.acceptance.acceptance_at
 
     @property
@@ -93,7 +94,7 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """Outputs in the order of the prompts, and totals."""
+    """Result of `generate`: a RequestOutput for each prompt, in their order, and totals."""
 
     requests: list[RequestOutput]
     stats: GenerationStats
@@ -116,7 +117,8 @@ class GenerationOutput:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """Cost of one captured graph, in seconds and device bytes; `size` requests or tokens (`unit`) of `runner`."""
+    """Capture cost of one graph, in seconds and device bytes. The graph of `runner` holds `size` requests or tokens
+    (`unit`); see `graphs.ShapeKey`."""
 
     runner: str
     size: int
@@ -128,31 +130,33 @@ class GraphCost:
 
 @dataclass(frozen=True)
 class Report:
-    """Setup and counters of an engine; str() gives it as text.
+    """Setup and counters of an engine; str() formats it as text.
 
     capture: kind of the rounds' graphs ("full", "recorded" or "eager"); prefill_graph: kind of the prefills' graphs
-    ("piecewise", "breakable" or "off", with "whole, " before it where small ones are one graph); compile_seconds: spent
-    on tracing and compiling, 0 without; compiled: whether the target's layers are, and if not, why;
-    bits: "equal" if the target's logits have the same bits whatever else runs, as compared on attaching; else what
+    ("piecewise", "breakable" or "off", with "whole, " in front if small prefills are one graph); compile_seconds: spent
+    on tracing and compiling, 0 without; compiled: whether the target's layers are compiled, and if not, why;
+    bits: "equal" if the target's logits had the same bits in every batch, chain and tree compared at attach; else what
     differs, or why nothing was compared;
-    latents: attention layers whose K/V is kept as latents (MLA);
-    generation: settings that the model ships, which `generate` honours;
-    experts: where experts are routed, what a verify of one request reads beside a step, choices taken as random;
-    prefix_cache: tokens that it keeps (kept), prompt tokens of all requests (asked) and those it had (found); empty if
-    it is off;
-    preemption: requests that gave up their pages to others (preemptions), and tokens prefilled again for it
+    latents: number of attention layers that store latents as K/V (MLA);
+    kv_bytes: device bytes of the KV pool; num_pages, num_free_pages: its pages of `page_size` slots;
+    generation: settings of the model's own generation_config that `generate` applies;
+    experts: of an MoE target, its experts, weight bytes, and how many distinct experts and bytes a verify of one
+    request reads, relative to a decode step (verify_over_step), if routing were random; empty without experts;
+    prefix_cache: tokens whose K/V is cached (kept), prompt tokens of all requests (asked) and those found in the cache
+    (found); empty if it is off;
+    preemption: times that a request gave up its pages to others (preemptions), and the tokens prefilled again for it
     (recomputed_tokens);
-    grammar: of rounds in which a request has a grammar: their number, mean ms that the host took for masks (mask_ms)
-    and waited for drafts and choices (wait_ms), that the device waited for masks after its verification (late_ms), and
-    tokens that were drafted because grammars force them (forced_tokens); rounds without masks (trusted_rounds), and how
-    often one chose a forbidden token, so that a request was taken back (undone); empty if there were none;
-    policy: with num_steps="auto", of each tier, a shape of rounds: rounds, mean ms and tokens of a request in one,
-    tokens expected of the next one (expected_tokens), ms by batch in a short context (cost_ms); and how often the
-    policy went over to another (switches, last_switches in words), tried another (probes), and had the draft take what
-    plain rounds had emitted (catch_ups). Empty with a fixed number;
-    graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
-    paths: forward mode -> {replays, eager, attention}, a graph's forwards counting as replays; attention: the kernels
-    that attend there.
+    grammar: of rounds with constrained requests: their number (rounds), mean ms that the host computed masks (mask_ms)
+    and waited for drafts and choices (wait_ms), mean ms that the device waited for masks after verification (late_ms),
+    tokens drafted because a grammar allows no other (forced_tokens); rounds without masks (trusted_rounds), and how
+    often such a round emitted a forbidden token and was rolled back (undone); empty if there were none;
+    policy: with num_steps="auto", for each tier (a shape of rounds): its rounds, their mean ms and tokens per request,
+    expected tokens of the next one (expected_tokens), ms by batch size in a short context (cost_ms); and how often the
+    policy switched tiers (switches, last_switches in words), tried another one (probes), and had the draft catch up
+    with tokens of plain rounds (catch_ups). Empty with a fixed num_steps;
+    graphs: cost of each graph; runners: name -> {replays, eager, rejects by reason};
+    paths: forward mode -> {replays, eager, attention}; forwards in a replayed graph count as replays; attention names
+    the kernels.
     """
 
     model: str
@@ -187,12 +191,12 @@ class Report:
 
     @property
     def graph_bytes_of(self) -> dict[str, int]:
-        """Device bytes of graphs by runner."""
+        """Device bytes of the graphs of each runner, by name."""
         return {name: sum(g.num_bytes for g in self.graphs if g.runner == name) for name in self.runners}
 
     @property
     def graph_seconds(self) -> float:
-        """Seconds that capturing took, warm-ups not counted."""
+        """Seconds that captures took, warm-ups not counted."""
         return sum(g.seconds for g in self.graphs)
 
     def __str__(self) -> str:

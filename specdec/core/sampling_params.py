@@ -22,31 +22,32 @@ from specdec.core.ranges import (
     whole,
 )
 
-# Below this, logits / temperature may overflow float32; the law is greedy long before.
+# Below this, logits / temperature may overflow float32; the distribution is greedy long before.
 MIN_TEMPERATURE = 1e-5
 MAX_SEED = MAX_INT
 MAX_TOKENS = 2**31 - 2  # that can be counted
 MAX_NGRAM = 32  # tokens of the longest n-gram or bad word that is looked for
-# Numbers that a law needs on the device, in the order of packing: "d" by its float64 bits, "q" as int64, None as 0.
+# Fields that sampling needs on the device, in the order of packing: "d" by its float64 bits, "q" as int64, None as 0.
 NUMBERS = MappingProxyType({"temperature": "d", "top_k": "q", "top_p": "d", "min_p": "d", "seed": "q"})
 _PACKED, _BITS = Struct("".join(NUMBERS.values())), Struct(f"{len(NUMBERS)}q")
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 class SamplingKind(StrEnum):
-    """Sampling that a batch needs: the argmax, laws, or laws after a sort of the vocabulary; each also with processors.
+    """Kind of sampling that a batch needs; a graph is captured for each.
 
-    A law is the probabilities that a token is sampled from. The constrained kinds are of batches in which a request has
-    a grammar.
+    greedy: the argmax. sampled: no filters. filtered: top-k, top-p or min-p, which sort the vocabulary. The processed
+    kinds also apply logits processors; the constrained kinds are for batches in which a request has a grammar. A law,
+    here and in what follows, is the distribution [V] that a token is sampled from.
     """
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
     FILTERED = "filtered"
     PROCESSED_GREEDY = "processed_greedy"
-    PROCESSED = "processed"  # whatever the law: it serves every batch without a grammar
+    PROCESSED = "processed"  # serves every batch without a grammar
     CONSTRAINED_GREEDY = "constrained_greedy"
-    CONSTRAINED = "constrained"  # it serves every batch
+    CONSTRAINED = "constrained"  # serves every batch
 
     @classmethod
     def of(cls, params: Iterable["SamplingParams"]) -> "SamplingKind":
@@ -58,7 +59,7 @@ class SamplingKind(StrEnum):
 
     @property
     def is_greedy(self) -> bool:
-        """True if the argmax is enough."""
+        """True if the argmax is taken, without random numbers."""
         return self in (SamplingKind.GREEDY, SamplingKind.PROCESSED_GREEDY, SamplingKind.CONSTRAINED_GREEDY)
 
     @property
@@ -68,12 +69,12 @@ class SamplingKind(StrEnum):
 
     @property
     def has_processors(self) -> bool:
-        """True if logits are processed before they become a law."""
+        """True if logits processors run before the softmax."""
         return self in (SamplingKind.PROCESSED_GREEDY, SamplingKind.PROCESSED, SamplingKind.CONSTRAINED)
 
     @property
     def is_constrained(self) -> bool:
-        """True if grammars mask logits before everything else."""
+        """True if grammars mask the logits first."""
         return self in (SamplingKind.CONSTRAINED_GREEDY, SamplingKind.CONSTRAINED)
 
     @property
@@ -83,24 +84,24 @@ class SamplingKind(StrEnum):
         return SamplingKind.CONSTRAINED_GREEDY if is_plain else SamplingKind.CONSTRAINED
 
     def serves(self, other: "SamplingKind") -> bool:
-        """Return whether work of this kind does all that `other` needs."""
+        """Return whether a batch of kind `other` can run as this kind."""
         needs = [(k.has_processors, not k.is_greedy, k.has_filters, k.is_constrained) for k in (self, other)]
         return all(has or not wants for has, wants in zip(*needs, strict=True))
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of one request; every field has the meaning it has in `transformers`' `generate`,
-    where it has one: `seed` and `logit_bias` are ours, the penalties for frequency and presence OpenAI's.
+    """Sampling settings of one request, with the meaning they have in `transformers`' `generate`.
 
-    temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 are off. seed: of the random numbers; None draws a fresh one
-    from torch's CPU generator, so that `torch.manual_seed` makes runs repeatable.
+    temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 are off. seed, not in transformers: of the random numbers; None
+    draws a fresh one from torch's CPU generator, so that `torch.manual_seed` makes runs repeatable.
     repetition_penalty (1: off): logits of tokens in prompt and text are divided by it, negative ones multiplied.
-    frequency_penalty, presence_penalty (0: off): subtracted from the logits of emitted tokens, not of the prompt's, the
-    first as often as a token was emitted, the second once.
-    no_repeat_ngram_size (0: off): no n-gram occurs twice, the prompt's included. min_new_tokens: EOS is banned before.
-    suppress_tokens, begin_suppress_tokens: ids that are never emitted, or not as the first token. bad_words_ids:
-    sequences of ids that are never completed. logit_bias: id -> value added to its logit before everything else.
+    frequency_penalty, presence_penalty (0: off), as in OpenAI's API: subtracted from the logits of emitted tokens, not
+    of the prompt's; the first once per occurrence, the second once.
+    no_repeat_ngram_size (0: off): no n-gram occurs twice, those of the prompt included. min_new_tokens: EOS is banned
+    until so many tokens are emitted. suppress_tokens, begin_suppress_tokens: ids that are never emitted, or not as the
+    first token. bad_words_ids: sequences of ids that are never completed. logit_bias, as in OpenAI's API: id -> value
+    added to its logit before penalties, filters and temperature; -inf bans it.
     Raises ValueError that names the field, the value and what was expected.
     """
 
@@ -127,31 +128,31 @@ class SamplingParams:
         return self if self.seed is None or index == 0 else self.with_seed(request_seed(self.seed, index))
 
     def with_seed(self, seed: int) -> "SamplingParams":
-        """Return the same parameters with another seed, without checking the others again."""
+        """Return the same parameters with another `seed`, without checking any field again."""
         seeded = object.__new__(type(self))
         seeded.__dict__.update(self.__dict__, seed=seed)
         return seeded
 
     @property
     def is_greedy(self) -> bool:
-        """True if the argmax is wanted."""
+        """True if tokens are chosen by argmax: temperature 0."""
         return self.temperature == 0
 
     @property
     def has_filters(self) -> bool:
-        """True if top-k, top-p or min-p drops anything."""
+        """True if top-k, top-p or min-p is on."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @cached_property
     def has_processors(self) -> bool:
-        """True if logits are changed by earlier tokens, or by rules for single tokens."""
+        """True if a penalty, ban, bias or minimum length changes the logits."""
         lists = (self.suppress_tokens, self.begin_suppress_tokens, self.bad_words_ids, self.logit_bias)
         numbers = (self.frequency_penalty, self.presence_penalty, self.no_repeat_ngram_size, self.min_new_tokens)
         return self.repetition_penalty != 1 or any(map(bool, (*numbers, *lists)))
 
     @cached_property
     def kind(self) -> SamplingKind:
-        """The least kind of sampling that serves it."""
+        """The least kind of sampling that serves this request; grammars are not counted."""
         if self.has_processors:
             return SamplingKind.PROCESSED_GREEDY if self.is_greedy else SamplingKind.PROCESSED
         if self.is_greedy:
@@ -171,8 +172,8 @@ class SamplingParams:
 
 
 def request_seed(seed: int, index: int) -> int:
-    """Return the seed of request `index` of a call with `seed`: `seed` itself for the first, and a hash for the others,
-    so that calls with other seeds share no sample. The same on every machine: BLAKE2b of "seed index", 63 bits."""
+    """Return the seed of request `index` of a call with `seed`: `seed` itself for index 0, else a 63-bit BLAKE2b hash
+    of "seed index", so that calls with different seeds share no samples. The same on every machine."""
     digest = blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1 if index else seed
 

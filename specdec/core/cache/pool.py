@@ -1,7 +1,7 @@
-"""The contract of what layers keep of a request between forwards, and its first kind: the K/V pool. Others go by row.
+"""The contract of state that layers keep between forwards, and the K/V pool. Other kinds of state are stored by row.
 
-Layers write while a forward runs, each kind by a `write` of its own. What a prefill or a plain step writes counts at
-once. What a round writes of the nodes it verifies counts once the round commits the accepted path; the rest is dropped.
+Layers write during a forward. Writes of a prefill or a plain step count at once; those of a verify count once the round
+commits the accepted path, and those of rejected nodes are dropped.
 """
 
 from abc import ABC, abstractmethod
@@ -55,9 +55,9 @@ class LayerShape:
 
 
 class KVPool(LayerState):
-    """K and V of every layer: k[layer] is [num_slots, Hkv, qk_dim], v[layer] is [num_slots, Hkv, v_dim].
+    """K/V cache of every layer: k[layer] is [num_slots, Hkv, qk_dim], v[layer] is [num_slots, Hkv, v_dim], one dtype.
 
-    Where V is a part of K, v[layer] is a view of k[layer]. `planes` are the tensors that hold memory.
+    Slot 0 is the dummy slot. Where V is a part of K (`LayerShape.v_in_k`), v[layer] is a view of k[layer].
     """
 
     commits_chains = False  # a chain's K/V lies where it belongs; rejected slots are simply past the new L
@@ -74,13 +74,13 @@ class KVPool(LayerState):
         ]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k [T, Hkv, qk_dim] and v [T, Hkv, v_dim], unless it is a part of K, at `slots` [T] int64."""
+        """Store k [T, Hkv, qk_dim] and, unless V is a part of K, v [T, Hkv, v_dim] at `slots` [T] int64."""
         self.k[layer].index_copy_(0, slots, k)
         if not self.layers[layer].v_in_k:
             self.v[layer].index_copy_(0, slots, v)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy K/V of every layer from slots `source` [N] to slots `target` [N]; all reads happen before the writes."""
+        """Copy K/V of every layer from slots `source` to `target`, both [N] int64; reads all before it writes."""
         for cache in self.planes:
             cache.index_copy_(0, target, cache.index_select(0, source))
 
@@ -100,5 +100,5 @@ class KVPool(LayerState):
 
     @staticmethod
     def bytes_for(layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype) -> int:
-        """Bytes that a pool of these layers would hold."""
+        """Return the device bytes that a pool of these layers would take."""
         return num_slots * dtype.itemsize * sum(s.slot_size for s in layers)

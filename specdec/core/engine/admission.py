@@ -15,7 +15,7 @@ from specdec.core.errors import CapacityError
 from specdec.core.functional.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
 from specdec.core.grammar.grammar import Grammar
 from specdec.core.grammar.matcher import CompiledGrammar, Constraint
-from specdec.core.ranges import FLAG, TOKEN_IDS, is_whole, optional, real, whole
+from specdec.core.ranges import FLAG, TOKEN_IDS, is_whole, optional, real, shown, whole
 from specdec.core.round.state import MAX_STOP_IDS
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.text.detokenizer import Detokenizer
@@ -62,7 +62,7 @@ def make_requests(
     strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
     stop_ids = tuple(sorted({*eos, *TOKEN_IDS.check("stop_token_ids", ids), *special}))
     if len(stop_ids) > MAX_STOP_IDS:
-        raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
+        raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}; pass fewer stop_token_ids")
     check_ids(core, "stop ids hold", stop_ids)
     laws = _laws(sampling, merged, batch)
     if core.config.synthetic_acceptance is not None:  # it draws random numbers even for greedy requests
@@ -93,9 +93,9 @@ def make_requests(
 
 
 def compile_grammar(core: Core, grammar: Any) -> CompiledGrammar:
-    """Return a compiled grammar, from a Grammar, from a mapping of its fields, or as it is."""
+    """Compile a Grammar or a mapping of its fields; return a compiled grammar unchanged. ValueError for any other."""
     if core.grammars is None:
-        raise ValueError("grammar: this engine constrains no text; attach(..., grammar='auto') lets it")
+        raise ValueError(f"grammar={shown(grammar)}: the engine has no grammar library; attach(..., grammar='auto')")
     if not isinstance(grammar, Grammar | Mapping) and hasattr(grammar, "matcher"):
         return grammar
     return core.grammars.compile(Grammar.of(grammar))
@@ -214,7 +214,7 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return [value] * count
     if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} values for {count} prompts")
+        raise ValueError(f"{name} has {len(value)} values for {count} prompts: expected one value, or one per prompt")
     return list(value)
 
 
@@ -232,7 +232,7 @@ def _laws(
         laws = _per_prompt("sampling", sampling, len(batch))
         wrong = next((s for s in laws if not isinstance(s, SamplingParams)), None)
         if wrong is not None:
-            raise ValueError(f"sampling={wrong!r}: expected SamplingParams")
+            raise ValueError(f"sampling={wrong!r}: expected SamplingParams, one for all prompts or one per prompt")
         return [_seeded(law, 0) for law in laws]
     if all(law.is_greedy and law.seed is None for law in laws):
         return laws
@@ -258,12 +258,12 @@ def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:
     }
     for what, (count, most) in counts.items():
         if count > most:
-            raise ValueError(f"{count} {what}: at most {most} a request")
+            raise ValueError(f"{count} {what}: at most {most} per request; pass fewer")
 
 
 def check_ids(core: Core, what: str, ids: Collection[int]) -> None:
-    """Raise ValueError, which begins with `what` and the first wrong id, unless `ids` are tokens of the target."""
+    """Raise ValueError, which begins with `what` and the first wrong id, unless all `ids` are in the vocabulary."""
     vocab = core.target.spec.vocab_size
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
         wrong = next(token for token in ids if not 0 <= token < vocab)
-        raise ValueError(f"{what} {wrong}; the target's vocabulary has {vocab} tokens")
+        raise ValueError(f"{what} {wrong}; the target's vocabulary has {vocab} tokens: expected 0 to {vocab - 1}")

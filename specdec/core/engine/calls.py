@@ -17,17 +17,17 @@ LONGEST_REST = 0.02  # seconds
 
 
 class Waits(Protocol):
-    """A caller that can wait: until `has_news`."""
+    """A caller that waits until `has_news`."""
 
     @property
     def has_news(self) -> bool:
-        """True once it need not wait."""
+        """True once the caller need not wait."""
 
 
 class Call:
-    """The requests that one caller waits for; `left` are not over yet. They report to it as they get tokens and end.
+    """The requests that one caller waits for. They report to it when they get tokens and when they end.
 
-    wants_tokens: new tokens are news, not only the end of a request.
+    left: the requests that have not ended. wants_tokens: new tokens wake the caller, not only the end of a request.
     """
 
     def __init__(self, calls: "Calls", requests: Sequence[Request], wants_tokens: bool):
@@ -75,21 +75,22 @@ class Call:
             self._tell()
 
     def _tell(self) -> None:
-        """Have whoever waits for the call wake up at the next `wake`."""
+        """Wake the caller at the next `wake`."""
         self._calls.note(self)
 
 
 class Bell:
-    """Wakes the tasks of one event loop that have news, all at once. Then it rests in proportion to the time they took:
-    what comes meanwhile, such as several pieces of one text, is taken together, and the thread that steps has Python
-    to itself."""
+    """Wakes the tasks of one event loop that have news, all at once, then rests in proportion to the time they took.
+
+    News of the rest, such as several pieces of one text, is handled together, and the stepping thread has the GIL to
+    itself."""
 
     def __init__(self) -> None:
         self.due: deque[asyncio.Future[None]] = deque()
         self.is_resting = False
 
     def ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake those that are `due` unless it rests, or else afterwards; called in `loop`."""
+        """Wake the tasks that are `due`, after the rest if there is one; called in `loop`."""
         if self.is_resting or not self.due:
             return
         self.is_resting, began = True, time.thread_time()
@@ -109,9 +110,9 @@ class Bell:
 
 
 class Calls:
-    """Callers that wait. One that finds no other stepping steps until it has news itself, then passes that on.
+    """Lets one waiting caller step the engine for all: until it has news itself, then another one takes over.
 
-    Those that sleep in a thread have a lock that wakes them, those in asyncio a future; only threads step.
+    Callers that sleep in a thread are woken by a lock, asyncio tasks by a future; only threads step.
     """
 
     def __init__(self) -> None:
@@ -154,7 +155,7 @@ class Calls:
         self._noted.append(call)
 
     def wake(self) -> None:
-        """Wake those that have been noted; an event loop is called once for all of its own."""
+        """Wake the calls that were noted; each event loop is called once for all of its tasks."""
         futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         with suppress(IndexError):  # empty, maybe since another thread does the same
             while True:

@@ -1,4 +1,4 @@
-"""The engine's host side: decides what to launch, a step after the other.
+"""The engine's host side: decides in each step whether to launch a prefill or a round.
 
     step():  admit → prefill or round (draft → verify → accept → commit → extend) → hand out what has arrived
 
@@ -32,7 +32,7 @@ DETACHED = "this engine was detached from its model; call specdec.attach() for a
 
 
 class Core:
-    """The stepping machine behind `Engine`."""
+    """The step loop behind `Engine`: admits requests, launches prefills and rounds, delivers results."""
 
     def __init__(self, parts: Parts):
         config, device = parts.config, parts.target.device
@@ -64,13 +64,14 @@ class Core:
 
     @property
     def runners(self) -> list[GraphRunner]:
-        """All that replay graphs, those of prefills first."""
+        """All graph runners, those of prefills first."""
         return [*self.prefill.runners, *self.graphs.runners.values()]
 
     def submit(self, requests: Sequence[Request], steps_next: bool = False, looks: bool = True) -> None:
-        """Queue checked requests; DetachedError once the core is closed, GraphError for a change of the
-        models that it cannot follow, ValueError within autocast. steps_next: the caller steps at once. looks: the
-        models are compared now; else when the requests are admitted, and a change that cannot be followed ends them."""
+        """Queue checked requests. steps_next: the caller steps at once. looks: look for changes of the models now, not
+        at admission, where an unsupported change would end the requests.
+
+        DetachedError once the core is closed, GraphError for an unsupported change, ValueError within autocast."""
         refuse_autocast(self.device)
         with self.turns:
             self._require_open()
@@ -81,12 +82,11 @@ class Core:
 
     @torch.inference_mode()
     def step(self, caller: Waits | None = None) -> None:
-        """Launch a prefill or a round, hand out the results of the launches that have come back, and wake who waits for
-        them.
+        """Launch a prefill or a round, hand out the results that have arrived, and wake the callers that wait for them.
 
-        Does nothing if `caller` has news: another thread may have stepped meanwhile. What goes wrong before or after a
-        launch ends the request at fault, if any; a launch that breaks off has left the state of all running requests
-        half written, and ends them. The engine can serve the next ones.
+        Does nothing if `caller` has news: another thread may have stepped meanwhile. An error before or after a launch
+        ends the request at fault, if any; an error in a launch leaves the state of all running requests half written,
+        and ends them. The engine can serve later requests.
         """
         try:
             with self.turns:
@@ -105,7 +105,7 @@ class Core:
             self.calls.wake()
 
     def call(self, requests: Sequence[Request], wants_tokens: bool = True) -> Call:
-        """Return what waits for `requests`, which are not queued yet; with `wants_tokens` for their tokens, too."""
+        """Return a Call that waits for `requests`, not queued yet, to end; with `wants_tokens` also for new tokens."""
         return Call(self.calls, requests, wants_tokens)
 
     def collect(self, caller: Waits) -> None:
@@ -114,7 +114,7 @@ class Core:
 
     @property
     def has_work(self) -> bool:
-        """Return whether requests wait or run, or results are on their way."""
+        """True if requests wait or run, or results are on their way."""
         with self.turns:
             return bool(self.scheduler.waiting or self.scheduler.running or self.mailbox.num_pending)
 
@@ -124,27 +124,27 @@ class Core:
         return (own or self.context).backend.served_by(mode)
 
     def agree(self, what: str, value: object) -> None:
-        """Have all ranks, if there are several, give the same `value` to the call `what`."""
+        """Check that all ranks, if there are several, pass the same `value` to the call `what`."""
 
     def abandon(self, requests: Sequence[Request]) -> None:
-        """Forget `requests`, whatever they are at; their rows and slots return."""
+        """Drop `requests`, whatever their state, and free their rows and KV slots."""
         with self.turns:
             for request in requests:
                 self.scheduler.release(request)
 
     def clear_prefixes(self) -> None:
-        """Serve no later request with what is kept now: what `Engine.clear_prefix_cache` does."""
+        """Read the adapters again and empty the prefix cache; see `Engine.clear_prefix_cache`."""
         with self.turns:
             self.models.reread()
             self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
-        """Keep no K/V of what was served, or is being served, for other requests."""
+        """Empty the prefix cache; K/V of running requests is not cached either."""
         with self.turns:
             self.scheduler.forget_prefixes()
 
     def close(self) -> None:
-        """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""
+        """Stop, restore the model, and wait for launches in flight; one round may be."""
         with self.turns:
             self.is_closed = True
             self.models.close()

@@ -1,4 +1,4 @@
-"""Hands what launches have emitted to its requests, and ends those that are over."""
+"""Hands emitted tokens to their requests, and ends the finished ones."""
 
 import warnings
 
@@ -12,10 +12,10 @@ from specdec.core.metrics import AcceptanceStats
 
 
 class Delivery:
-    """Reads the mailbox; finished requests give back rows and slots.
+    """Reads results from the mailbox and hands them to requests; finished ones give back rows and slots.
 
-    acceptance: of all requests, also those that others step or abandon. undone: after whose text the device has chosen
-    a token that their grammar forbids: what is on its way for them is dropped.
+    acceptance: over all requests, abandoned ones included. undone: requests whose last round emitted a token that their
+    grammar forbids; their results in flight are dropped.
     """
 
     def __init__(self, mailbox: Mailbox, scheduler: Scheduler, config: EngineConfig, tiers: Tiers):

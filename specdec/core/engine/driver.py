@@ -1,4 +1,4 @@
-"""Driver: serves callers in asyncio. A thread, which lives while there are any, does all that may wait for a turn."""
+"""Driver: serves asyncio callers. A thread, alive while there are any, submits, steps and abandons for them."""
 
 import threading
 from collections import deque
@@ -11,8 +11,8 @@ from specdec.core.engine.request import Request
 
 
 class Driver:
-    """Submits, steps and abandons for callers in any number of event loops; beside threads that step, it is one more
-    caller. An error of a step ends the calls whose requests it ended, or else all."""
+    """Submits, steps and abandons for callers in any number of event loops; to other stepping threads it is one caller.
+    An error of a step ends the calls whose requests it ended; if it ended none, all calls."""
 
     def __init__(self, core: Core):
         self._core = core
@@ -37,14 +37,14 @@ class Driver:
         self._do(partial(self._submit, call))
 
     def end(self, call: Call) -> None:
-        """Free rows and pages of what is left of `call`, after the current step."""
+        """Free rows and pages of the unfinished requests of `call`, after the current step."""
         self._open.pop(call, None)
         if call.left:
             self._do(partial(self._abandon, call))
 
     @property
     def has_news(self) -> bool:
-        """True once there is something else to do than to step."""
+        """True once there is other work than stepping."""
         return bool(self._inbox) or not any(call.left for call in list(self._open))
 
     def _do(self, command: Callable[[], None]) -> None:

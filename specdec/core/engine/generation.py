@@ -132,7 +132,7 @@ class Settings:
     ) -> "Settings":
         """Merge the arguments of a call, its GenerationConfig, and the model's own.
 
-        Raises ValueError for what is not honoured, with its name, its value and what to do. None turns a setting off.
+        None turns a setting off. ValueError names an unsupported setting, its value and what to do.
         """
         arguments = {n: tuple(v) if isinstance(v, Iterator) else v for n, v in (arguments or {}).items()}
         _refuse_arguments(arguments)
@@ -153,7 +153,7 @@ class Settings:
         return settings
 
     def get(self, name: str) -> Any:
-        """Return the value of a setting, with the defaults of `transformers`; None: off."""
+        """Return the value of a setting, by default that of `transformers`; None: off."""
         return self.values[name] if name in self.values else HF_DEFAULTS.get(name)
 
     @property
@@ -181,7 +181,7 @@ class Settings:
         return self.get("min_new_tokens") is None and self.get("min_length") is not None
 
     def max_new_tokens(self, prompt_len: int) -> int | None:
-        """Return the number of tokens a request may emit; None if no setting limits it."""
+        """Return the most tokens a request may emit, None for no limit; ValueError if max_length leaves no room."""
         if self.get("max_new_tokens") is not None:
             return self.get("max_new_tokens")
         if self.get("max_length") is None:

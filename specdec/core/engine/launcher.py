@@ -1,4 +1,4 @@
-"""Launches what the scheduler has chosen, a prefill or a round, and mails what it gives; knows no callers."""
+"""Launches the prefill or round that the scheduler has chosen, and mails its results; knows no callers."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -39,7 +39,7 @@ PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of e
 
 
 class StepBatch(NamedTuple):
-    """Requests that play a round, their rows [n] int64 on the device, and the kind of sampling that they need."""
+    """Requests of a round, their rows [n] int64 on the device, and the kind of sampling that they need."""
 
     requests: list[Request]
     rows: torch.Tensor
@@ -94,12 +94,12 @@ class Launcher:
 
     @property
     def tokens_in_flight(self) -> int:
-        """Return how many tokens of a request launches on their way may have emitted, at most."""
+        """Return the most tokens of a request that launches in flight may have emitted."""
         return self._mailbox.num_pending * self._round_width
 
     def fill(self) -> None:
-        """Pack constants and slot tables of newly admitted requests, for a prefill or `admit`, and write what only some
-        of them need."""
+        """Pack constants and slot tables of newly admitted requests, for a prefill or `admit`, and write the state that
+        only some of them need."""
         admitted = self._scheduler.admitted
         try:
             constants = pack_requests(admitted)
@@ -114,14 +114,14 @@ class Launcher:
         self.tiers.note_admission()
 
     def admit(self) -> None:
-        """Write what `fill` has packed of requests that are new still, in a copy of its own."""
+        """Write the state that `fill` has packed and no prefill has written yet, in a copy of its own."""
         if self._scheduler.admitted:
             self._write_rows(copy_to(self._device, self._packed))
             self._scheduler.admitted = []
 
     def rewind(self, requests: Sequence[Request]) -> None:
-        """Take `requests` back to the text that the host knows. K/V and history up to there are theirs; the states of
-        the draft are not, so it may propose less for a round."""
+        """Take `requests` back to the text that the host knows. K/V and history stay valid up to there, but not the
+        draft's states, so acceptance may be lower for a round."""
         for request in requests:
             request.rewind()
         rewrite_requests(self._state, self._slot_tables, self.program.ops, requests)
@@ -129,10 +129,9 @@ class Launcher:
         self.feed.num_undone += len(requests)
 
     def prefill(self, pieces: list[tuple[Request, int]]) -> bool:
-        """Prefill prompt pieces, target and draft, and draw the first token of every prompt that is complete, but of
-        texts that go on.
+        """Prefill prompt pieces, target and draft, and sample the first token of every complete prompt.
 
-        Returns whether there are such tokens.
+        Preempted requests, whose text goes on, need none. Returns whether first tokens were sampled.
         """
         done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == r.num_to_prefill]
         finished = [pieces[i][0] for i in done]
@@ -167,7 +166,7 @@ class Launcher:
                 pool.copy(source, target)
 
     def round(self, requests: list[Request]) -> None:
-        """Play one round of all `requests`; the host learns a launch later what it emitted."""
+        """Launch one round of all `requests`; the host reads its tokens one launch later."""
         batch = self.batch_of(requests)
         bound = self._len_bound(requests)
         self.is_launching = True
@@ -195,7 +194,7 @@ class Launcher:
         return all(r.constraint is None or r.constraint.is_trusted for r in batch.requests)
 
     def batch_of(self, requests: list[Request]) -> StepBatch:
-        """Return the batch of a round; rows are copied to the device only where they are not those of the last one."""
+        """Return the batch of a round; rows are copied to the device only if they differ from the last round's."""
         if requests != self._batch.requests:
             rows = self.rounds.rows[: len(requests)]
             rows.copy_(copy_to(self._device, np.array([r.row for r in requests], dtype=np.int64)))
@@ -203,13 +202,13 @@ class Launcher:
         return self._batch
 
     def forget_rows(self) -> None:
-        """Copy the rows of the next round even if its requests are those of the last one: one may have moved."""
+        """Copy the rows of the next round even if its requests are those of the last: one may have changed rows."""
         self._batch = self._batch._replace(requests=[])
 
     def post(
         self, requests: list[Request], packed: torch.Tensor, played: Played | None = None, is_masked: bool = True
     ) -> None:
-        """Mail results to the host; every request in them will have one token more, or be over; see `Results`."""
+        """Mail results to the host, see `Results`; every request in them has got at least one token, or ends."""
         self._mailbox.post(requests, packed, played, is_masked)
         for request in requests:
             request.num_certain += 1

@@ -14,9 +14,8 @@ from specdec.core.engine.tiers import Played
 class Results:
     """Results of one launch, being copied to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished.
 
-    played: the round, None for first tokens. is_masked: whether grammars masked the logits, if there are some.
-    num_read: requests that have their tokens already; lens: of a round, how many tokens each of them took. The caller
-    that hands them out counts both.
+    played: the round, None for first tokens. is_masked: whether grammars, if any, masked the logits. num_read: requests
+    whose tokens are handed out; lens: tokens that each of them took in a round. The caller that hands out sets both.
     """
 
     requests: tuple[Request, ...]
@@ -29,9 +28,9 @@ class Results:
 
 
 class Mailbox:
-    """Copies results to the host behind the launches that made them; they are read in order of arrival.
+    """Copies results to pinned host memory behind the launches that made them; they are read in order of arrival.
 
-    most: elements of the largest results. Pinned buffers are reused once they are read. wait: waits for an event.
+    most: elements of the largest results. Buffers are reused once read. wait: waits for a CUDA event.
     """
 
     wait: Callable[[torch.cuda.Event], None] = staticmethod(lambda event: event.synchronize())

@@ -41,9 +41,9 @@ class CostTable(NamedTuple):
 
 
 class Accepted:
-    """Drafts of one shape that were judged and accepted lately, by position.
+    """Recent counts of drafts of one shape, verified and accepted, by position.
 
-    Begins with `weight` drafts in all that were accepted with `chances` [num_steps].
+    chances [num_steps], weight: prior acceptance by position, and the number of drafts that it counts as.
     """
 
     def __init__(self, chances: Sequence[float], weight: float):
@@ -70,7 +70,7 @@ class Accepted:
         self._follow_change()
 
     def _follow_change(self) -> None:
-        """Forget the past where the last drafts differ from it by more than chance would have it."""
+        """Forget older counts if the last drafts differ from them significantly."""
         total, recent = sum(self.judged), self._recent[0]
         share, lately = min(max(sum(self.hits) / total, 0.02), 0.98), self._recent[1] / recent
         if abs(lately - share) > CHANGED * (share * (1 - share) / recent) ** 0.5:
@@ -78,7 +78,7 @@ class Accepted:
             self.hits = [lately * judged for judged in self.judged]
 
     def chances(self, num_steps: int) -> list[float]:
-        """Return the chance of each position to be accepted if the one before is; past the last, that of the last."""
+        """Return each position's conditional acceptance, given the position before; the last one's past the end."""
         found, chance = [], sum(self.hits) / sum(self.judged)
         for judged, hits in zip(self.judged, self.hits, strict=True):
             chance = min((hits + 2 * chance) / (judged + 2), 1.0)
@@ -87,9 +87,9 @@ class Accepted:
 
 
 class Policy:
-    """Chooses among `shapes`, of which the first is plain decoding.
+    """Chooses the shape of each round among `shapes`, the first of which is plain decoding.
 
-    index: the shape in use. switches: the last ones, in words; num_switches: all of them.
+    index: the shape in use. switches: the last switches, as text; num_switches: their total number.
     """
 
     def __init__(self, shapes: Sequence[Shape], costs: CostTable):
@@ -139,7 +139,7 @@ class Policy:
         return chosen
 
     def note(self, index: int, lens: Sequence[int]) -> None:
-        """Take note of a round of `shapes[index]`: the tokens of each request that goes on after it, bonus included."""
+        """Record a round of `shapes[index]`: tokens emitted by each request that goes on after it, bonus included."""
         if not index or not lens:
             return
         is_stale, self._noted = self._round - self._noted > STAY, self._round
@@ -169,8 +169,8 @@ class Policy:
         self._tried[index] = keep * old_hits + hits, keep * old_modelled + modelled
 
     def note_time(self, index: int, batch: int, context: int, ms: float) -> None:
-        """Take note of the measured time of a round: how its shape differs from others is learned in its first rounds;
-        what changes later, such as with the context, is taken to hold for those that are not in use, too."""
+        """Record the measured time of a round. A shape's first rounds correct its own cost; later changes, such as with
+        the context, are applied to the costs of all shapes."""
         bucket = self._bucket_of(batch)
         own, num = self._own[bucket, index]
         off = ms / (self._cost(bucket, index, context) * self._slower[bucket] * own)
@@ -179,18 +179,18 @@ class Policy:
         self._slower[bucket] *= 1 + 0.1 * (1 - 4 * share) * off
 
     def keeps_up(self, batch: int) -> bool:
-        """Return whether the draft follows plain rounds of `batch` requests, which costs little where products of few
-        rows wait for weights, or only catches up if it is to draft."""
+        """Return whether the draft runs after every plain round of `batch` requests, which is cheap for small batches,
+        rather than catching up when it is to draft again."""
         bucket = self._bucket_of(batch)
         plain = self._costs.rows[bucket][0][0]
         return self._costs.catch_up[bucket] <= FOLLOW_SHARE * CATCH_UP * plain
 
     def note_admission(self) -> None:
-        """Take note that a request was admitted: its text may be of another kind."""
+        """Record that a request was admitted: its acceptance may differ."""
         self._until_probe //= 2
 
     def expected(self, index: int) -> float:
-        """Return the tokens that a request can expect of a round of `shapes[index]`."""
+        """Return the expected tokens of a request in a round of `shapes[index]`, bonus included."""
         if not self._expected:
             own, places = self._bias(self._source), range(len(self.shapes))
             biases = [self._bias(i) / own if self._goes_beyond(i) else 1.0 for i in places]
@@ -230,7 +230,7 @@ class Policy:
         return short + (long - short) * max(context - near, 0) / max(far - near, 1)
 
     def costs_ms(self, index: int) -> dict[int, float]:
-        """Return ms of a round of `shapes[index]` by bucket of batches, in a short context, as measured by now."""
+        """Return ms of a round of `shapes[index]` by batch bucket, in a short context, as measured so far."""
         near = self._costs.contexts[0]
         return {b: self._cost(b, index, near) * self._slower[b] * self._own[b, index][0] for b in self._buckets}
 

@@ -1,4 +1,4 @@
-"""Reads the prompts of a call where some have images: their ids, and what the model's own code makes embeddings of.
+"""Reads the prompts of a call, with or without images: token ids, and the inputs of the model's image encoder.
 
 Only the model reads pixels, and only its processor loads images.
 """
@@ -14,7 +14,7 @@ from specdec.core.text.inputs import IMAGE_PARTS, USED, is_chat, one_prompt, pro
 
 
 class Prompts(NamedTuple):
-    """ids of every prompt, and inputs with images: numbers of the prompts that have them, all rows once or more."""
+    """Token ids of every prompt, and image inputs, each with the indices of its prompts (its rows, once or more)."""
 
     ids: list[list[int]]
     images: list[tuple[list[int], Mapping[str, Any]]]
@@ -74,10 +74,10 @@ def _read(names: Collection[str], tokenizer: Any, processor: Any, prompt: Any, n
 
 
 def inputs_of_chat(messages: Any, processor: Any, name: str = "", **options: Any) -> Mapping[str, Any]:
-    """Return what `processor` makes of a chat, with the generation prompt: input_ids [1, T] and inputs of its images.
+    """Apply the chat template of `processor` with the generation prompt: input_ids [1, T] and inputs of its images.
 
     Parts of messages: {"type": "text", "text"}, {"type": "image", "image"} (a PIL image) or another form of an image
-    that the processor loads. name: what a message of an error begins with. options: those of the template.
+    that the processor loads. name: begins error messages. options: of the template. ValueError if the processor fails.
     """
     given = [as_parts(f"{name}messages[{i}]", message) for i, message in enumerate(messages)]
     has_images = any(part["type"] != "text" for message in given for part in message["content"])
@@ -105,7 +105,8 @@ def as_parts(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def embed_prompts(core: Core, requests: Sequence[Request], inputs: Mapping[str, Any]) -> None:
-    """Give `requests`, the rows of `inputs` once or more, what the layers get; ValueError for what cannot be read."""
+    """Set the embeddings of `requests` from image `inputs`, whose rows they are, once or more. ValueError for images
+    that this engine cannot serve."""
     if core.target.group:
         raise ValueError("images: a sharded model reads none; attach it whole, or call model.generate for it")
     if core.config.strict:

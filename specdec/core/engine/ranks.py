@@ -32,9 +32,9 @@ _engines = itertools.count()
 class Ranks:
     """One engine's rank among `size`; see the module. `store` is what all of them can reach.
 
-    Every method that says so raises RankError, which names the rank, if another has failed or does not come within
-    `timeout_s` seconds. From then on all of them raise it. on_lost: is called with the message then, once, from any
-    thread: whatever waits for the rank on a device must come to an end.
+    Methods that raise RankError, which names the rank, do so if another rank fails or does not come within `timeout_s`
+    seconds; later calls raise it, too. on_lost: then called with the message, once, from any thread, to end whatever
+    waits for the rank on a device.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S):
@@ -53,15 +53,15 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout_s: float = TIMEOUT_S) -> "Ranks":
-        """Return the ranks of a process group, which all make at the same point, an engine each."""
+        """Return this rank's Ranks of a process group; every rank must call it at the same point, once per engine."""
         store = dist.PrefixStore(
             f"specdec/{group.group_name}/{next(_engines)}", dist.distributed_c10d._get_default_store()
         )
         return cls(store, dist.get_rank(group), dist.get_world_size(group), timeout_s)
 
     def meet(self, what: str, value: Any = None, timeout_s: float | None = None) -> list[Any]:
-        """Return what every rank gave, by rank: plain values that JSON holds. RankError, also where ranks came to
-        different places: `what` says for what they meet. timeout_s: in place of the engine's."""
+        """Exchange `value`, plain JSON data: return every rank's, by rank. timeout_s: by default the engine's.
+        RankError if a rank fails, is late, or makes a call other than `what`."""
         self._require()
         timeout_s = timeout_s or self._timeout_s
         number, self._num_meetings = self._num_meetings, self._num_meetings + 1
@@ -75,8 +75,7 @@ class Ranks:
         return [m["value"] for m in met]
 
     def same(self, what: str, value: Any, beside: Any = None) -> list[Any]:
-        """Return what every rank gave as `beside`, as `meet` does, if all gave an equal `value`; else ValueError, on
-        all ranks."""
+        """Return every rank's `beside`, as `meet` does; ValueError on all ranks unless all pass an equal `value`."""
         digest = sha256(repr(value).encode()).hexdigest()[:16]
         given = self.meet(what, [digest, beside])
         differing = [rank for rank, (other, _) in enumerate(given) if other != given[0][0]]

@@ -23,28 +23,29 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt being served; `prompt` [T+1] int64 is what is prefilled and the token after it: its ids and a 0; after
-    a preemption its ids and all of its tokens.
+    """One prompt being served.
 
+    prompt: [T+1] int64, tokens to prefill and the token after them: the prompt's ids and a 0; after a preemption the
+    prompt's ids and all emitted tokens.
     adapter: number of its LoRA adapter, 0 for none.
-    embedded: its prompt, if it has images, until it is over.
+    embedded: its prompt's image embeddings, if any, until it ends.
     priority: higher ones are admitted first; place: its order in the queue, (-priority, number of arrival).
-    deadline: seconds after it was queued, when it ends with what it has; None for none.
-    row: set while it runs; num_prefilled: of `prompt`, in the cache already; num_cached: prompt tokens that others had
-    left there.
-    is_kept: whether its K/V may serve others.
-    stops: positions at which pieces of its prefill end, so that states of recurrent layers can be kept there; state:
-    the place of the kept one that it goes on from, if any.
-    num_preempted: times that it was put back in the queue, for want of pages.
-    num_behind: tokens at the end of its text that the draft has not seen but can, at most; 0 where it sees all.
-    num_covered: tokens, beyond its prompt, that it has slots for, with what a round writes past them.
-    num_certain: least number of tokens it will have emitted once everything launched for it has come back.
-    string_ids: stop ids that stand for stop strings: special tokens.
+    deadline: seconds after queueing at which it ends with the tokens it has; None: no deadline.
+    row: set while it runs; num_prefilled: tokens of `prompt` whose K/V is written; num_cached: prompt tokens that it
+    found in the prefix cache.
+    is_kept: whether its K/V may serve other requests.
+    stops: positions where pieces of its prefill end, to snapshot the states of recurrent layers; state: the snapshot
+    that it resumes from, if any.
+    num_preempted: times that it was put back in the queue because pages ran out.
+    num_behind: upper bound of tokens at the end of its text that the draft has not seen but can; 0 if it sees all.
+    num_covered: tokens, beyond its prompt, that its KV slots hold, besides those a round writes past them.
+    num_certain: lower bound of the tokens it will have once all launches for it have come back.
+    string_ids: stop ids that stand for stop strings (special tokens).
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
     round_lens: tokens that each verify round emitted, after trimming.
-    logprobs: of each of `tokens`; None if the engine does not compute them. digests: the same, empty.
-    constraint: its grammar, after `tokens`; None if it has none.
-    on_change: what `notify` calls.
+    logprobs: one for each of `tokens`; None if the engine does not compute them. digests: the same; empty if not.
+    constraint: its grammar's state after `tokens`; None without a grammar.
+    on_change: called by `notify`.
     arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
     """
 
@@ -88,7 +89,7 @@ class Request:
 
     @property
     def acceptance(self) -> AcceptanceStats:
-        """What its rounds have accepted so far."""
+        """Acceptance of its rounds so far."""
         return AcceptanceStats().add(self.round_lens)
 
     @property
@@ -103,34 +104,34 @@ class Request:
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens that are read before its first round, or the next one."""
+        """Tokens to prefill before its first round, or its next after a preemption."""
         return len(self.prompt) - 1
 
     @property
     def num_to_stop(self) -> int:
-        """Tokens that one piece of its prefill may have now."""
+        """Most tokens of the next piece of its prefill."""
         ahead = [stop for stop in self.stops if stop > self.num_prefilled]
         return min(ahead, default=self.num_to_prefill) - self.num_prefilled
 
     def piece(self, most: int, is_first: bool) -> int:
-        """Return how many tokens its prefill takes next, up to `most`; see `EmbeddedPrompt.num_whole`."""
+        """Return the number of tokens of its next prefill piece, up to `most`; see `EmbeddedPrompt.num_whole`."""
         num = min(self.num_to_stop, most)
         return num if self.embedded is None else self.embedded.num_whole(self.num_prefilled, num, is_first)
 
     def begin(self, row: int, num_cached: int) -> None:
-        """Run in `row`, where K/V of the first `num_cached` tokens of `prompt` is."""
+        """Start running in `row`, whose slots hold K/V of the first `num_cached` tokens of `prompt`."""
         self.row, self.num_prefilled, self.num_certain = row, num_cached, len(self.tokens)
         self.num_behind = 0
         if not self.tokens:
             self.num_cached = num_cached
 
     def restart(self) -> None:
-        """Have its text so far prefilled when it runs again, up to the last token, which no round has read."""
+        """Prefill its text so far when it runs again, up to the last token, which no round has read."""
         if self.tokens:
             self.prompt = np.array([*self.prompt_ids, *self.tokens], dtype=np.int64)
 
     def rewind(self) -> None:
-        """Take nothing for certain but its text so far, which is in the cache up to the last token."""
+        """Discard tokens in flight: only its text so far counts, whose K/V is written up to the last token."""
         self.restart()
         self.num_prefilled, self.num_certain = self.num_to_prefill, len(self.tokens)
 
@@ -162,7 +163,7 @@ class Request:
         self.finish_reason = reason  # last: a thread that reads text takes it for complete then
 
     def notify(self) -> None:
-        """Call `on_change`: it has tokens, or has ended and holds nothing any more."""
+        """Call `on_change`: the request has new tokens, or has ended and holds no row or slots any more."""
         if self.on_change is not None:
             self.on_change(self)
 

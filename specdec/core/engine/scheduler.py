@@ -1,4 +1,4 @@
-"""The scheduler, which owns running and waiting requests and their slots; it touches no model."""
+"""The scheduler: owns running and waiting requests, their rows and KV slots; touches no model."""
 
 import math
 import time
@@ -14,10 +14,10 @@ GROWTH = 64  # slots that a request gets beyond those it needs now, at most
 
 
 class Scheduler:
-    """Admits waiting requests by priority, of one priority in order of arrival, while rows and slots last.
+    """Admits waiting requests by priority, then in order of arrival, while rows and KV slots last.
 
-    A request has slots for its text, what rounds in flight may write, and up to `GROWTH` more. Where none are left for
-    a round, the last one in that order is preempted: it waits again, and its text is prefilled again later.
+    A request has slots for its text, for writes of rounds in flight, and up to `GROWTH` more. If none are left for a
+    round, the last request in that order is preempted: it waits again, and its text is prefilled again later.
 
     `running` lists the requests that hold a row; `repair` recomputes from it whatever is lost or doubled elsewhere. The
     first `max_batch` of them decode; others, in that order, are prefilled and take over where one ends.
@@ -40,12 +40,12 @@ class Scheduler:
         self.admitted: list[Request] = []  # of `running`, whose constants are not on the device yet
 
     def slots_needed(self, prompt_len: int, max_new_tokens: int) -> int:
-        """Return the KV slots for prompt, output, and what a round may write past L."""
+        """Return the KV slots for prompt, output, and the tail that a round may write past L."""
         return prompt_len + max_new_tokens + self.tail_reserve
 
     @property
     def longest_request(self) -> int:
-        """The most tokens, prompt and output, of a request that could run alone."""
+        """Most tokens, prompt and output, of a request that could run alone."""
         return self.slot_tables.most_tokens - self.tail_reserve
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -113,8 +113,8 @@ class Scheduler:
         return self.slots_needed(len(request.prompt_ids), request.max_new_tokens)
 
     def grow(self, requests: Sequence[Request], ahead: int) -> bool:
-        """Let running `requests` have slots for all that a round may write, and some more while there are; False, with
-        nothing changed, if there are not so many. ahead: tokens that they may have emitted beside those known here."""
+        """Allocate slots for all that a round of running `requests` may write, and spare ones while there are. Returns
+        False, with nothing changed, if too few are free. ahead: tokens in flight that they may have emitted."""
         if all([len(r.tokens) + ahead <= r.num_covered for r in requests]):
             return True
         for more in (GROWTH, 0):  # all that will need more soon, so that it is seldom done
@@ -148,7 +148,7 @@ class Scheduler:
 
     @property
     def is_mixed(self) -> bool:
-        """Return whether requests decode that came before one whose prompt is still to be prefilled."""
+        """Return whether an earlier request decodes while a later one's prompt is still to be prefilled."""
         arrivals = [r.arrived for r in self.running if not r.is_prefilled and r.finish_reason is None]
         return bool(arrivals) and any(r.arrived < max(arrivals) for r in self.decoding())
 

@@ -1,8 +1,8 @@
 """Likelihoods of given continuations: several prompts packed in a prefill, the target's layers only.
 
-It uses what generation uses: turns, rows and slots, prefill graphs. A group of sequences takes one turn, so requests
-that run beside it go on in between. What sequences have in common before their first scored token, such as the examples
-before all questions, or a question before its answers, is read once.
+It uses the turns, rows, slots and prefill graphs of generation. A group of sequences takes one turn, so other requests
+go on in between. A prefix that sequences share before their first scored token, such as few-shot examples, or a
+question before its answers, is prefilled once.
 """
 
 from collections import deque
@@ -35,8 +35,8 @@ Scored = tuple[np.ndarray, torch.Tensor, torch.Tensor]
 class Score(NamedTuple):
     """Likelihood of one continuation.
 
-    logprob: sum over its tokens of log p(token | all before it), nats, under the target's own logits: before
-    temperature, filters and penalties. is_greedy: whether every one of its tokens is the target's most likely.
+    logprob: sum over its tokens of log p(token | all before it), in nats, under the target's own logits: before
+    temperature, filters and penalties. is_greedy: whether each of its tokens is the target's argmax.
     """
 
     logprob: float

@@ -17,9 +17,9 @@ WORTH_WAITING = 64  # prompt tokens, whose prefill takes longer than a step with
 
 
 class Sharing:
-    """Does nothing where `slot_tables` keep no prefixes.
+    """Finds and keeps shared prefixes of prompts; does nothing if `slot_tables` have no prefix cache.
 
-    looks_ahead: K/V at a position depends on so many tokens after it: 1 with drafts that see the next token, or 0.
+    looks_ahead: tokens after a position that its K/V depends on: 1 with drafts that see the next token, else 0.
     """
 
     def __init__(self, slot_tables: SlotTables, looks_ahead: int):

@@ -1,7 +1,7 @@
-"""The tiers of an engine, shapes of rounds that have graphs of their own, and which one the next round is of.
+"""The tiers of an engine, shapes of rounds with graphs of their own, and the choice of the next round's tier.
 
-With num_steps="auto" a `Policy` picks, by what rounds took and what they emitted: it learns that of a round when its
-results arrive, so one launch late. Otherwise there is one tier. Texts do not depend on the choice.
+With num_steps="auto" a `Policy` chooses, from the times and emitted tokens of rounds, which it learns one launch late.
+Otherwise there is one tier. The emitted text does not depend on the choice.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from specdec.core.engine.request import Request
 
 
 class Played(NamedTuple):
-    """A round that is launched: its tier, requests, the mean length in tokens of some of them, and when (s).
+    """A launched round: its tier, requests, mean length in tokens of some of them, and launch time (s).
 
-    catch_ups: how often the draft must catch up first. is_timed: whether nothing else was launched since the last one.
+    catch_ups: catch-up forwards of the draft before it. is_timed: whether nothing else was launched since the last one.
     """
 
     tier: int
@@ -28,7 +28,7 @@ class Played(NamedTuple):
 
 
 class Tally:
-    """Rounds of a tier: launched; those timed, and their seconds; requests that went on after one, and their tokens."""
+    """Counts of a tier: rounds launched; rounds timed and their seconds; requests that went on, and their tokens."""
 
     def __init__(self) -> None:
         self.rounds = self.timed = self.requests = self.tokens = 0
@@ -42,11 +42,11 @@ class Tally:
 
 
 class Tiers:
-    """Picks the tier of each round, and says when the draft must catch up.
+    """Picks the tier of each round, and decides when the draft must catch up.
 
-    reads_features: of a draft that must catch up with plain rounds, whether it needs more than tokens; None for others.
-    policy: None where there is one tier, and until costs are measured; rounds are of the last tier then. fixed: a tier
-    for all rounds, for measurements, of which the policy hears nothing.
+    reads_features: for a draft that must catch up with plain rounds, whether it needs the target's features besides
+    tokens; None for other drafts. policy: None with one tier, and until costs are measured; rounds then use the last
+    tier. fixed: a tier for all rounds, for measurements that the policy does not see.
     """
 
     def __init__(self, shapes: Sequence[Shape], reads_features: bool | None):

@@ -1,4 +1,4 @@
-"""A grammar as users give it: plain data, checked, with limits. Knows no library."""
+"""A grammar as users give it: plain data, checked and limited in size. Knows no library."""
 
 import json as _json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ MOST_CHOICES = 4096
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of a request may be; exactly one field but `any_whitespace` is set.
+    """Constrains the text of a request; set exactly one field besides `any_whitespace`.
 
     json: a JSON schema, as an object or as text. json_object: True for any JSON object. regex: a regular expression
     (Rust's syntax, no look-around) for the whole text. choice: strings, one of which is the text. lark: a grammar in
