@@ -80,6 +80,9 @@ class BreakableCapture(Breakable, FullCapture):
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # two breaks with nothing between them
             return super().capture(lambda: self._run(body, self.pause))
 
+    def divide(self) -> None:
+        return None  # breaks are what divides it
+
     def _graph_of(self, parts: list[Any], outputs: Any) -> Graph:
         return _Segmented(parts, self._call, outputs)
 

@@ -3,6 +3,7 @@
 import threading
 import warnings
 import weakref
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -171,6 +172,32 @@ def test_a_graph_captured_later_does_not_change_the_replays_of_an_earlier_one(fi
         small.x.fill_(value)
         graph.replay()
         assert torch.equal(graph.outputs, torch.full_like(small.x, ((value + 1) * 2 + 1) * 2 + 1))
+
+
+def test_segments_are_not_divided_further(monkeypatch):
+    """A body may say where it can be divided: to what is captured in segments that means nothing."""
+    steps = []
+
+    class Fake:
+        def capture_end(self):
+            return None
+
+        def replay(self):
+            steps.append("graph")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    capture = BreakableCapture(DEVICE, MagicMock(begin=Fake))
+
+    def body():
+        capture.divide()
+        capture.interrupt(lambda: steps.append("break"))
+        capture.divide()
+
+    graph = capture.capture(body)
+    assert not steps
+    graph.replay()
+    assert steps == ["graph", "break", "graph"]
 
 
 def test_runners_take_breakable_captures():
