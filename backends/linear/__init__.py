@@ -153,9 +153,9 @@ def is_ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
 
 
-def has_kernels(x: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether our kernels run products of `x` in `dtype`, by default that of x."""
-    return x.is_cuda and (dtype or x.dtype) in KERNEL_DTYPES and has_triton()
+def has_kernels(x: torch.Tensor) -> bool:
+    """Return whether our Triton kernels run on `x`: on CUDA, in 16 bits, with Triton."""
+    return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Admission in one launch: a packed copy from the host becomes state and slot tables of the rows that it names.
 
-Twin: `admit` of `specdec.core.functional.ops.TORCH_OPS`.
+Twin: `admit` of `specdec.core.functional.torch_ops.TORCH_OPS`.
 """
 
 from collections.abc import Sequence

@@ -103,7 +103,7 @@ def starts(seq_lens: torch.Tensor, roots: torch.Tensor, rows: torch.Tensor) -> t
 
 
 def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Move an accepted path's K/V in all layers of `pool` in one launch. Twin: `core.functional.ops.TORCH_OPS`.
+    """Move an accepted path's K/V in all layers of `pool` in one launch. Twin: `core.functional.torch_ops.TORCH_OPS`.
 
     The pool's tensors are looked up here, once: they must stay where they are.
     """
