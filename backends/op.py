@@ -109,7 +109,7 @@ class ForwardContext:
     ) -> AttentionCall:
         """Return the AttentionCall of one layer; ValueError for a layer_id that is not in `layers`."""
         if not 0 <= layer_id < len(self.layers):
-            raise ValueError(f"layer_id={layer_id}: expected 0 to {len(self.layers) - 1}, a layer of the context")
+            raise ValueError(f"layer_id={layer_id}: expected one of the context's {len(self.layers)} layers")
         return AttentionCall(q, k, v, out, self.pool, layer_id, self.layers[layer_id], self.sinks[layer_id], rope)
 
 

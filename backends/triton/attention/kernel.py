@@ -161,7 +161,10 @@ def _attention_kernel(
     SPLITS: tl.constexpr,
 ):
     """is_new: whether the kernel that makes the plan may still run. Else a layer of the same kind has attended by this
-    plan, and programs read it, and the slots of their keys, before they wait for the K/V of this layer."""
+    plan, and programs read it, and the slots of their keys, before they wait for the K/V of this layer.
+
+    SPLITS: whether the plan may split tiles; without the code for it a program takes half of the shared memory.
+    """
     if PDL:
         if TREE or APART:  # what follows otherwise may be anybody's kernel: it starts when this one has ended
             gdc_launch_dependents()
