@@ -12,7 +12,7 @@ import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # of most
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # that most kernels take
 LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 RUN: dict[str, Callable[..., Any]] = {}  # implementation of each op, by name
 

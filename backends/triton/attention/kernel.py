@@ -163,7 +163,8 @@ def _attention_kernel(
     """is_new: whether the kernel that makes the plan may still run. Else a layer of the same kind has attended by this
     plan, and programs read it, and the slots of their keys, before they wait for the K/V of this layer.
 
-    SPLITS: whether the plan may split tiles; without the code for it a program takes half of the shared memory.
+    SPLITS: whether the plan may split tiles. Without the code for that, a program of 64 rows takes 84 KB of shared
+    memory instead of 117 (heads of 128, 16 bits), so two fit on a multiprocessor.
     """
     if PDL:
         if TREE or APART:  # what follows otherwise may be anybody's kernel: it starts when this one has ended

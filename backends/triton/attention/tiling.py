@@ -54,12 +54,14 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
     if m.mode is ForwardMode.EXTEND:  # two tiles a processor; only a graph's number of tokens is not live
         most = 128 if row_bytes > 128 and shared > _MOST and not is_fresh else 64
         rows = triton.cdiv(all_rows, 2 * PROCESSORS) if m.is_packed else most
-        rows = most if rows > 32 and not is_fresh else rows
+        if rows > 32 and not is_fresh:  # keys are split then: the largest tiles read them least often
+            rows = most
     if dtype.itemsize > 2 or row_bytes > 256 or shared < _AMPLE:
         most = 32 if row_bytes <= 512 or shared >= _AMPLE else 16  # of fp32 one kind of instruction, so equal bits
     if layer.v_in_k:
-        few = 8 * PROCESSORS if m.is_packed else 0 if m.mode is ForwardMode.EXTEND else PROCESSORS
-        return _latent_tiling(all_rows <= few, dtype, shared)
+        is_few = m.mode is not ForwardMode.EXTEND and all_rows <= PROCESSORS
+        is_few |= m.is_packed and all_rows <= 8 * PROCESSORS
+        return _latent_tiling(is_few, dtype, shared)
     block_m = min(max(16, triton.next_power_of_2(rows)), most)
     block_n = 64 if row_bytes <= 256 else 32
     shape = (4, 2, 2) if row_bytes > 256 else (_WIDE if row_bytes > 128 else _NARROW)[block_m]

@@ -252,9 +252,11 @@ def grouped_linear(
 def grouping(
     x: torch.Tensor, ids: torch.Tensor, num_experts: int, block_m: int
 ) -> tuple[tuple[Any, ...], int, dict[str, Any]]:
-    """Return what kernels are told of rows: what `route` gives, or `ids` twice where programs look for their rows
-    themselves, then how many there are, of each row of x, and by_row; how many groups of `block_m` rows there are at
-    most; and those constants of a launch that follow from it."""
+    """Return arguments, grid size and constants of a launch that follow from the choices `ids` of experts.
+
+    Arguments: the results of `route`, or `ids` twice where programs find their rows themselves; the number of rows, how
+    many of them each row of x has, and by_row. Grid size: the most groups of `block_m` rows that there can be.
+    """
     num_rows = ids.numel()
     is_routed, num_groups = not is_scanned(num_rows, num_experts), min(num_experts + 1, num_rows)
     is_early = follows_early() and not is_routed
