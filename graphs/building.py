@@ -15,7 +15,7 @@ from specdec.graphs.shapes import ShapeKey
 
 OUT_OF_MEMORY = "out of memory when it was captured"
 NOT_CAPTURABLE = "it does what cannot be captured"  # most likely it reads a tensor on the host
-ALIKE_FROM = 128  # requests or tokens; larger sizes use much the same kernels
+ALIKE_FROM = 256  # requests or tokens; larger sizes use much the same kernels
 
 
 def build(

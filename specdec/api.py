@@ -39,7 +39,7 @@ from specdec.reach.assembly.arguments import (
 from specdec.reach.assembly.assemble import Source, assemble, resolve_draft
 from specdec.reach.assembly.report import report_of
 from specdec.reach.parallel.sharded import find_group
-from specdec.reach.targets.compiling.target import preload
+from specdec.reach.targets.compiling.target import preloading
 from specdec.reach.targets.exclusive import ATTACHING
 from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.lora import Lora
@@ -97,8 +97,7 @@ def attach(
         if group is not None and adapters:
             raise ValueError(f"adapters={adapters!r}: not supported with a sharded model; leave them out")
         ranks = None if group is None else Ranks.of(group)
-        preload(config, model.device)
-        with nullcontext() if ranks is None else ranks.attaching((name, config)):
+        with nullcontext() if ranks is None else ranks.attaching((name, config)), preloading(config, model):
             # Adapters of requests may be of what would expand latents.
             keeps_latents = config.latents and takes_latents(config.backend) and not adapters
             hf = HFTarget(model, None if ranks is None else partial(_join, ranks), keeps_latents)

@@ -1,6 +1,8 @@
 """Kernels compiled ahead: bodies are rehearsed at sizes that differ in kernels, launch nothing, and find zeros."""
 
 import itertools
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -253,3 +255,49 @@ def test_a_rehearsal_compiles_and_launches_nothing(tmp_path, monkeypatch):
     launch((1,), x, 1.0, N=16)
     assert len(compiled) == 3
     assert (x[:16] == 2).all() and (x[16:] == 1).all()
+
+
+COMPILED_ELSEWHERE = """if True:
+    from concurrent.futures import ThreadPoolExecutor
+    import torch, triton
+    from triton.runtime.driver import driver
+    from specdec.backends.triton.attention.tables import _tables_kernel
+    from specdec.backends.triton.launch import processes
+    from tests.compile_kernels import CompileOnly
+
+    class Workers(ThreadPoolExecutor):
+        def submit(self, fn):
+            return super().submit(lambda: processes.compile_elsewhere(fn) or fn())
+
+    def compile(width):
+        tensors = torch.int64, torch.float32, torch.bfloat16, torch.bfloat16
+        with Workers(1) as pool, triton.AsyncCompileMode(pool):
+            _tables_kernel.warmup(*tensors, 1.0, WIDTH=width, TIMES=2, BLOCK=width, grid=(1,)).result()
+
+    found, processes.MOST = [], 1
+    driver.set_active(CompileOnly(90))
+    triton.knobs.compilation.listener = lambda cache_hit, **_: found.append(cache_hit)
+    with processes.compiling_elsewhere("model"):
+        compile(64)
+        idle = processes._RUNNING[0]._idle
+        idle.get().close()
+        idle.put(processes.Pipe()[0])  # of a worker that is gone
+        compile(128)
+    try:
+        with processes.compiling_elsewhere("another"):
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert not processes._RUNNING
+    for name, num_processes in (("another", 1), ("another", 0), ("model", 0)):
+        with processes.compiling_elsewhere(name):
+            assert len(processes._RUNNING) == num_processes, name
+            compile(64 * 2**len(found))
+    assert found == [True, False, True, False, False], found
+"""
+
+
+def test_processes_compile_what_threads_find(tmp_path, monkeypatch):
+    """In a process of its own, which compiles. Without processes, or a worker, threads compile it themselves."""
+    for name, value in (("TRITON_INTERPRET", "0"), ("TRITON_CACHE_DIR", str(tmp_path)), ("PYTHONPATH", ".")):
+        monkeypatch.setenv(name, value)
+    subprocess.run([sys.executable, "-c", COMPILED_ELSEWHERE], check=True, timeout=120)

@@ -506,15 +506,16 @@ def test_what_compiling_imports_is_there_before_it_starts():
         import sys, torch
         from specdec.core.config import EngineConfig
         from specdec.reach.targets.compiling import target
-        target.preload(EngineConfig(), torch.device("cpu"))
-        assert threading.active_count() == 1, "nothing is to be compiled"
-        target.preload(EngineConfig(compile=True), torch.device("cpu"))
+        model = types.SimpleNamespace(device=torch.device("cpu"))
+        with target.preloading(EngineConfig(), model):
+            assert threading.active_count() == 1, "nothing is to be compiled"
+        target.preloading(EngineConfig(compile=True), model).__enter__()
         while "torch.export" not in sys.modules:
             time.sleep(0.01)
         with target.PRELOADING:
             assert "specdec.graphs.compile.trace" in sys.modules and "torch.export._trace" in sys.modules
     """
-    subprocess.run([sys.executable, "-c", f"import threading, time\n{code}"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", f"import threading, time, types\n{code}"], check=True, timeout=120)
 
 
 def test_auto_runs_a_model_that_does_not_trace_without_a_word(monkeypatch):

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # those of a part of a batch begin anywhere
 def _tables_kernel(
     positions, frequencies, cos, sin, scale, WIDTH: tl.constexpr, TIMES: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -1,12 +1,11 @@
 """Kernels compiled on threads, before what launches them runs for the first time.
 
-Compiling a kernel takes 0.2-0.5 s, most of it in processes of their own (ptxas, and the C compiler for its launcher),
-and the kernels of a body are met one after another. So bodies run once beforehand without their launches: those only
+Compiling a kernel takes 0.2-0.5 s, in other processes where there are any (see `processes`), and the kernels of a body
+are met one after another. So bodies run once beforehand without their launches: those only
 tell which kernels there are. What a kernel would have filled is zero, and whatever torch indexes by is taken as zero.
 Ranks tell each other nothing meanwhile: each may rehearse what it likes, or fail in it.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +20,8 @@ from triton.runtime.jit import JITFunction
 
 from specdec.backends import comm
 from specdec.backends.library import RUN
+from specdec.backends.triton.launch.processes import compile_elsewhere, num_compiling
 
-MOST_THREADS = 16
 PACKAGE = __name__.partition(".")[0]
 _aten = torch.ops.aten
 EMPTY = (
@@ -55,9 +54,8 @@ def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[Ca
     They are compiled, and loaded on `device`, by the time it ends. What does not compile is left to its next launch,
     which says why. Gives a function that returns how many kernels were not in memory so far.
     """
-    workers = min(MOST_THREADS, os.cpu_count() or 1)
     with (
-        _Workers(device, workers) as pool,
+        _Workers(device, num_compiling()) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
         _without_launches(package),
         _Zeros(),
@@ -124,6 +122,7 @@ class _Workers(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def loaded() -> Any:
+            compile_elsewhere(fn)
             kernel = fn(*args, **kwargs)
             kernel.run  # noqa: B018 (loads it)
             return kernel

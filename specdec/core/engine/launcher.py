@@ -74,7 +74,12 @@ class Launcher:
         self._may_trust = not self._states and not reports_logits and config.synthetic_acceptance is None
         self.program = Round(parts)
         self.feed = parts.feed
-        rewrite_row(parts.state, parts.tables, parts.ops, parts.config.dummy_row)
+        write_dummy = partial(rewrite_row, parts.state, parts.tables, parts.ops, parts.config.dummy_row)
+
+        def prepare() -> None:
+            write_dummy()
+            self.prefills.plan_warm_ups()
+
         pool = GraphPool(self._device) if self._device.type == "cuda" else None
         with collection_paused():
             parts.models.compile()
@@ -82,7 +87,8 @@ class Launcher:
             self.rounds = RoundGraphs(self.program, parts, pool)
             runners = [*self.prefills.runners, *self.rounds.runners.values()]
             with torch.inference_mode():
-                rehearse(runners, parts.compiling_kernels(), self.prefills.plan_warm_ups)
+                rehearse(runners, parts.compiling_kernels(), prepare)
+                write_dummy()
                 self.prefills.build()
                 self.rounds.build()
         catch_up = self.program.catch_up

@@ -4,12 +4,13 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from specdec.backends.experts import has_triton
 from specdec.backends.recurrent.state_pool import ConvSpec, ScanSpec
@@ -38,10 +39,20 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
     return "SPECDEC_COMPILE=0" if os.environ.get("SPECDEC_COMPILE") == "0" else ""
 
 
-def preload(config: EngineConfig, device: torch.device) -> None:
-    """Start to import what compiling takes, on a thread: the host waits for disks while the model is examined."""
-    if not why_uncompiled(config, device):
-        threading.Thread(target=_preload, args=(device,), name="specdec-preload").start()
+@contextmanager
+def preloading(config: EngineConfig, model: PreTrainedModel) -> Iterator[None]:
+    """Import what compiling takes, on a thread, while the model is examined: the host waits for disks. The first time
+    that a model is attached with `config` on a machine, kernels are compiled by processes within."""
+    device = model.device
+    with ExitStack() as stack:
+        if not why_uncompiled(config, device):
+            threading.Thread(target=_preload, args=(device,), name="specdec-preload").start()
+            if device.type == "cuda" and has_triton():
+                from specdec.backends.triton.launch.processes import compiling_elsewhere
+
+                gpu = torch.cuda.get_device_name(device)
+                stack.enter_context(compiling_elsewhere(repr((gpu, config, model.config.to_json_string()))))
+        yield
 
 
 def _preload(device: torch.device) -> None:

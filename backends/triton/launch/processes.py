@@ -1,0 +1,156 @@
+"""Processes that compile kernels into Triton's cache, beside the one that attaches.
+
+Triton's compiler holds the GIL for most of a kernel's time, and a first attach needs a hundred kernels. So a process
+that never sees a GPU imports torch and the compiler while the model is examined, and forks workers. Each serves one
+thread of `ahead`, which then finds its kernel in the cache.
+"""
+
+import hashlib
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager, triton_key
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+MOST = 16  # threads, and processes for them
+SLOWEST_S = 60  # for a kernel, after torch is imported
+DONE = "attached"  # a file in Triton's cache
+_RUNNING: list["Processes"] = []
+
+
+@contextmanager
+def compiling_elsewhere(name: str) -> Iterator[None]:
+    """Within it, processes compile the kernels of `ahead`, unless it ended without an error for `name` before: Triton's
+    cache holds a note of that, with the kernels."""
+    name = repr((torch.__version__, triton.__version__, name))
+    notes = get_cache_manager(hashlib.sha256(name.encode()).hexdigest())
+    if notes.get_file(DONE):
+        yield
+        return
+    with closing(Processes(num_compiling())) as processes:
+        _RUNNING.append(processes)
+        try:
+            yield
+        finally:
+            _RUNNING.remove(processes)
+    notes.put(b"", DONE)
+
+
+def num_compiling() -> int:
+    """Return how many kernels are compiled at once."""
+    return min(MOST, os.cpu_count() or 1)
+
+
+def compile_elsewhere(compiling: Callable[[], Any]) -> None:
+    """Have a process put into Triton's cache what `compiling`, given to an executor by Triton's AsyncCompileMode, would
+    compile, if there are processes. What fails there is left to `compiling`."""
+    for processes in _RUNNING[:1]:
+        processes.compile(compiling)
+
+
+class Processes:
+    """`num` worker processes that compile kernels. They end with `close`, or with this process."""
+
+    def __init__(self, num: int):
+        pairs = [Pipe() for _ in range(num)]
+        theirs = [their.fileno() for _, their in pairs]
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": triton.knobs.cache.dir}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *map(str, theirs)],
+            pass_fds=theirs,
+            env={**os.environ, **paths, "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        for our, their in pairs:
+            their.close()
+            self._idle.put(our)
+
+    def compile(self, compiling: Callable[[], Any]) -> bool:
+        """Have a worker compile what `compiling` would; return whether it did."""
+        parts = inspect.getclosurevars(compiling).nonlocals
+        if not {"src", "target", "options"} <= parts.keys():  # in another version of Triton
+            return False
+        src = parts["src"]
+        key = src.fn.cache_key  # which depends on the kernels that had theirs before
+        job = (src.fn, key, src.signature, src.constants, src.attrs, parts["target"], vars(parts["options"]))
+        worker = self._idle.get()
+        try:
+            worker.send(job)
+            if worker.poll(SLOWEST_S):
+                return worker.recv()
+            worker.close()  # which fails whatever it is given next
+        except (OSError, EOFError):  # it is gone
+            pass
+        finally:
+            self._idle.put(worker)
+        return False
+
+    def close(self) -> None:
+        """End the workers, once those at work are done."""
+        while not self._idle.empty():
+            self._idle.get().close()
+        self._process.wait()
+
+
+class _NamedTarget:
+    """What Triton asks of a driver while it compiles."""
+
+    def __init__(self, target: GPUTarget):
+        self.get_current_target = lambda: target
+
+
+def _find(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+ForkingPickler.register(JITFunction, lambda kernel: (_find, (kernel.module, kernel.__name__)))
+
+
+def _serve(connection: Connection) -> None:
+    """Compile what is asked for until the other end closes."""
+    with suppress(EOFError, OSError):
+        while True:
+            is_compiled = False
+            with suppress(Exception):
+                kernel, kernel.hash, signature, constants, attrs, target, options = connection.recv()
+                driver.set_active(_NamedTarget(target))
+                triton.compile(ASTSource(kernel, signature, constants, attrs), target, options)
+                is_compiled = True
+            connection.send(is_compiled)
+
+
+def _main(ends: list[int]) -> None:
+    """Fork a worker for each of `ends`, file descriptors, and wait for them."""
+    triton_key()  # hashes Triton's compiler, once a process
+    for end in ends:
+        if os.fork() == 0:
+            for other in set(ends) - {end}:
+                os.close(other)
+            _serve(Connection(end))
+            os._exit(0)  # torch takes a second to end
+    for end in ends:
+        os.close(end)
+    for _ in ends:
+        os.wait()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main([int(end) for end in sys.argv[1:]])
