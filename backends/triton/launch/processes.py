@@ -37,8 +37,10 @@ def compiling_elsewhere(name: str) -> Iterator[None]:
     """Within it, processes compile the kernels of `ahead`, unless it ended without an error for `name` before: Triton's
     cache holds a note of that, with the kernels."""
     name = repr((torch.__version__, triton.__version__, name))
-    notes = get_cache_manager(hashlib.sha256(name.encode()).hexdigest())
-    if notes.get_file(DONE):
+    notes = None
+    with suppress(OSError):  # a cache that was filled elsewhere may not be written to
+        notes = get_cache_manager(hashlib.sha256(name.encode()).hexdigest())
+    if notes is None or notes.get_file(DONE):
         yield
         return
     with closing(Processes(num_compiling())) as processes:
