@@ -37,13 +37,15 @@ def compiling_elsewhere(name: str) -> Iterator[None]:
     """Within it, processes compile the kernels of `ahead`, unless it ended without an error for `name` before: Triton's
     cache holds a note of that, with the kernels."""
     name = repr((torch.__version__, triton.__version__, name))
-    notes = None
-    with suppress(OSError):  # a cache that was filled elsewhere may not be written to
+    processes = None
+    with suppress(OSError):  # the cache may not be written to, or no process may start: nothing depends on it
         notes = get_cache_manager(hashlib.sha256(name.encode()).hexdigest())
-    if notes is None or notes.get_file(DONE):
+        if not notes.get_file(DONE):
+            processes = Processes(num_compiling())
+    if processes is None:
         yield
         return
-    with closing(Processes(num_compiling())) as processes:
+    with closing(processes):
         _RUNNING.append(processes)
         try:
             yield
@@ -72,7 +74,7 @@ class Processes:
         theirs = [their.fileno() for _, their in pairs]
         paths = {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": triton.knobs.cache.dir}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, theirs)],
+            [sys.executable, "-P", "-m", __name__, *map(str, theirs)],
             pass_fds=theirs,
             env={**os.environ, **paths, "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
