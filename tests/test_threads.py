@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -297,3 +299,21 @@ def test_a_stream_that_is_closed_frees_its_slots_at_once():
     report = engine.report()
     assert report.num_free_pages == report.num_pages
     engine.detach()
+
+
+LEFT = """
+import asyncio
+import specdec
+from tests.test_text import TOKENIZER
+from tests.tiny_models import tiny_model
+
+engine = specdec.attach(tiny_model("llama"), algo="lookup", tokenizer=TOKENIZER, max_seq_len=500)
+loop = asyncio.new_event_loop()
+stream = engine.astream([5, 6, 7], max_new_tokens=490, ignore_eos=True)
+loop.run_until_complete(anext(stream))
+"""
+
+
+def test_python_ends_well_while_a_stream_of_asyncio_is_under_way():
+    """The thread that steps is over before PyTorch is taken down: it would crash."""
+    subprocess.run([sys.executable, "-c", LEFT], check=True, timeout=120)

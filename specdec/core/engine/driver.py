@@ -1,5 +1,6 @@
 """Driver: serves asyncio callers. A thread, alive while there are any, submits, steps and abandons for them."""
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,7 +20,7 @@ class Driver:
         self._mutex = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._open: dict[Call, None] = {}  # calls whose requests are queued
-        self._is_running = False
+        self._is_running = self._is_leaving = False
 
     async def run(self, call: Call) -> AsyncGenerator[list[Request], None]:
         """Submit the requests of `call`, and yield those that have finished whenever it has news. Closing this, or
@@ -45,7 +46,7 @@ class Driver:
     @property
     def has_news(self) -> bool:
         """True once there is other work than stepping."""
-        return bool(self._inbox) or not any(call.left for call in list(self._open))
+        return bool(self._inbox) or self._is_leaving or not any(call.left for call in list(self._open))
 
     def _do(self, command: Callable[[], None]) -> None:
         """Have the thread call `command` between two steps."""
@@ -53,15 +54,25 @@ class Driver:
         with self._mutex:
             if not self._is_running:
                 self._is_running = True
-                threading.Thread(target=self._run, name="specdec", daemon=True).start()
+                self._thread = threading.Thread(target=self._run, name="specdec", daemon=True)
+                self._thread.start()
+                atexit.register(self._leave)
         self._core.calls.note(self)  # it sleeps where another caller steps
         self._core.calls.wake()
 
+    def _leave(self) -> None:
+        """End the thread after its step, for good: Python, at its end, would take PyTorch down under it."""
+        self._is_leaving = True
+        self._core.calls.note(self)
+        self._core.calls.wake()
+        self._thread.join()
+
     def _run(self) -> None:
-        while True:
+        while not self._is_leaving:
             with self._mutex:
                 if not self._inbox and self.has_news:
                     self._is_running = False
+                    atexit.unregister(self._leave)
                     return
             try:
                 while self._inbox:
