@@ -79,8 +79,9 @@ class Grammar:
     @cached_property
     def text(self) -> str:
         """Return it as text: equal texts mean equal grammars. The order of a schema's properties counts."""
+        value = self.value  # has messages of its own
         try:
-            return _json.dumps([self.kind, self.value, self.any_whitespace])
+            return _json.dumps([self.kind, value, self.any_whitespace])
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{self.kind}: it is not JSON: {error}") from None
 

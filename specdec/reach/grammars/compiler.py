@@ -101,8 +101,9 @@ def check_schemas(grammar: Grammar) -> None:
         parts = enumerate(grammar.value["structures"])
         schemas = {f"structural_tag.structures[{i}].schema": part["schema"] for i, part in parts}
     for at, schema in schemas.items():
+        has_draft = isinstance(schema, dict) and isinstance(schema.get("$schema"), str)
         try:
-            validator_for(schema).check_schema(schema)
+            validator_for(schema if has_draft else {}).check_schema(schema)
         except SchemaError as error:
             raise ValueError(f"{at}{error.json_path[1:]}: {error.message[:300]}") from None
         except RecursionError:
