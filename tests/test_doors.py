@@ -115,6 +115,7 @@ CASES = {
     "max_time": {"max_time": 1000.0},
     "no cache": {"use_cache": False},
     "no mask": {"attention_mask": None},
+    "no custom_generate": {"custom_generate": None},
     "position_ids": {"position_ids": "as counted"},
 }
 ALONE = {"repetition_penalty": {"repetition_penalty": 1.3}, "no_repeat_ngram_size": {"no_repeat_ngram_size": 2}}

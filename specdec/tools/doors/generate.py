@@ -155,7 +155,7 @@ def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
         def loop(model: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
             return decode(model, input_ids, streamer=streamer, **prepared)
 
-        return own(model, **_with_stop_strings(model, options, decode.engine.tokenizer), custom_generate=loop)
+        return own(model, **_with_stop_strings(model, options, decode.engine.tokenizer) | {"custom_generate": loop})
 
     generate.__doc__ = f"By a specdec engine: {type(decode.engine.target_module).generate.__doc__}"
     return generate
