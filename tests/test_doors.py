@@ -238,6 +238,10 @@ REFUSED = {
     "too long": ({"max_new_tokens": 1000}, "max_seq_len"),
     "positions": ({"position_ids": torch.arange(3, 8, device=DEVICE).repeat(3, 1)}, "position_ids"),
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
+    "a longer mask": (
+        {"attention_mask": torch.ones(3, 7, dtype=torch.long, device=DEVICE)},
+        r"attention_mask of shape \(3, 7\): expected that of input_ids, \(3, 5\)",
+    ),
 }
 
 
