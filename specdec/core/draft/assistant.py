@@ -62,7 +62,7 @@ class AssistantWorker(SteppingWorker):
             dtype=assistant.dtype,
         )
         self.assistant, self.module, self.target = assistant, assistant.model, parts.target
-        self.aux_layers = assistant.aux_layers
+        self.aux_layers, self.own_head = assistant.aux_layers, assistant.head
         self.hidden_size = size
         self.features = torch.zeros(parts.config.num_rows, size, dtype=assistant.dtype, device=device)
 
@@ -117,9 +117,6 @@ class AssistantWorker(SteppingWorker):
     def run_live(self, ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor]:
         """Run `run` by the live modules; needs `Assistant.routed`. This is what gets traced."""
         return (self.assistant.step(self.target.embed_tokens(ids), states, positions),)
-
-    def score(self, normed: torch.Tensor) -> torch.Tensor:
-        return self.assistant.head(normed) if self.narrow is None else self.narrow(normed)
 
     def _at_root(self, batch: RoundBatch, ids: torch.Tensor, states: torch.Tensor) -> Output:
         """Run a step of ids [bs*n] beside states [bs*n, h]: n requests of one query each for one of the batch.

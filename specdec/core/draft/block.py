@@ -29,8 +29,9 @@ class BlockWorker(DraftModelWorker):
         super().__init__(parts, hot_ids=head.hot_ids, vocab_size=head.vocab_size, dtype=head.weight.dtype, ahead=0)
         self.has_begin = self.config.auto_steps is not None  # then prompts that it has seen are noted
         self.head = self.module = head
-        self.target = parts.target
-        self.embed_tokens = head.embed_tokens if head.embed_tokens is not None else parts.target.embed_tokens
+        self.target = target = parts.target
+        self.own_head = lambda normed: head.project(normed, target.head)
+        self.embed_tokens = head.embed_tokens if head.embed_tokens is not None else target.embed_tokens
         self.aux_layers = head.aux_layers
         self.first = 0 if head.predicts_next else 1  # the row of the first draft
         device = head.weight.device
@@ -91,9 +92,6 @@ class BlockWorker(DraftModelWorker):
     def keys_values_live(self, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """k and v [T, Hkv, d] of layer 0, of layer 1, ... of the target's features [T, num_aux*h]."""
         return tuple(chain.from_iterable(self.head.keys_values(self.head.fuse(features))))
-
-    def score(self, normed: torch.Tensor) -> torch.Tensor:
-        return self.narrow(normed) if self.narrow is not None else self.head.project(normed, self.target.head)
 
     @property
     def facts(self) -> dict[str, Any]:

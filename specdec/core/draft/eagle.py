@@ -32,6 +32,7 @@ class HeadWorker(SteppingWorker):
         )
         self.head = self.module = head
         self.target = target
+        self.own_head = lambda normed: head.project(normed, target.head)
         self.embed_tokens = head.embed_tokens if head.embed_tokens is not None else target.embed_tokens
         self.aux_layers = head.aux_layers
         self.hidden_size = head.hidden_size
@@ -70,9 +71,6 @@ class HeadWorker(SteppingWorker):
         if "norm" in self.compiled:
             return self.compiled["norm"](states.contiguous())[0]
         return self.head.normed(states)
-
-    def score(self, normed: torch.Tensor) -> torch.Tensor:
-        return self.narrow(normed) if self.narrow is not None else self.head.project(normed, self.target.head)
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor:
         assert features is not None, f"{self.spec.name} needs the target's features"

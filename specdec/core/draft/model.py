@@ -3,7 +3,7 @@
 The model has a KV pool of its own under the target's slot numbers.
 """
 
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ class DraftModelWorker(DraftWorker):
     """
 
     context: ForwardContext
+    own_head: Callable[[torch.Tensor], torch.Tensor]  # of the draft's model: read where there is no narrow head
     on_spine: torch.Tensor  # [N] bool: which candidates of a tree are drawn, see `spine.firsts`
     prefills = True
 
@@ -69,9 +70,9 @@ class DraftModelWorker(DraftWorker):
     def close(self) -> None:
         self.drop_compiled()
 
-    @abstractmethod
     def score(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [T, dv] over `hot_ids`, of what the output head reads [T, h_d]."""
+        return self.own_head(normed) if self.narrow is None else self.narrow(normed)
 
     @property
     def facts(self) -> dict[str, Any]:

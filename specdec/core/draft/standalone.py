@@ -29,7 +29,7 @@ class StandaloneWorker(SteppingWorker):
             dtype=draft.dtype,
         )
         self.model = draft
-        self.module = draft.model
+        self.module, self.own_head = draft.model, draft.head
 
     def run(
         self,
@@ -41,9 +41,6 @@ class StandaloneWorker(SteppingWorker):
     ) -> Output:
         states = self.model.layers(mode, ids if mode == ForwardMode.DRAFT else ids.clamp(min=0), positions)[0]
         return Output(states, states)
-
-    def score(self, normed: torch.Tensor) -> torch.Tensor:
-        return self.model.head(normed) if self.narrow is None else self.narrow(normed)
 
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
