@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.triton.attention.partials import Partials, fold_rows
 from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
-from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch
+from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, wait_for_others
 from specdec.core.batch import AttentionMetadata
 
 ROWS = 2  # of a program
@@ -46,8 +45,7 @@ def _fold_kernel(
     ITEM: tl.constexpr,
 ):
     """ROWS rows of a tile, by the program of its first item. q, k_pool and v_pool: as the kernel before has them."""
-    if PDL:
-        gdc_wait()
+    wait_for_others(PDL, False)
     number = tl.program_id(1)
     if number >= tl.load(num_items):
         return

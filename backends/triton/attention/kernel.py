@@ -30,7 +30,7 @@ from specdec.backends.triton.attention.partials import Partials, fold_rows, padd
 from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.attention.tiling import Tiling
 from specdec.backends.triton.attention.tree import attend_tails
-from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follows_early, wait_for_others
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
 LOG2E = 1.4426950408889634
@@ -176,8 +176,7 @@ def _attention_kernel(
     first_state, chunks_before = tl.load(item + 4), tl.load(item + 5)
     num_states, first_item = tl.load(item + 6), tl.load(item + 7)
     if (tl.program_id(1) >= num_used) | (kv_begin >= kv_end):
-        if PDL:
-            gdc_wait()  # the kernel ends after those in front in any case
+        wait_for_others(PDL, False)  # the kernel ends after those in front in any case
         return
     kv_head = tl.program_id(0)
     q_start = tl.load(qo_indptr + request)
@@ -195,8 +194,7 @@ def _attention_kernel(
     head = kv_head * GROUP + row % GROUP
     is_row = query < q_len
     token = (q_start + query).to(tl.int64)
-    if PDL:
-        gdc_wait()
+    wait_for_others(PDL, False)
     q_tile = query_tile(q + token * q_stride_t + head * q_stride_h, d, dv, is_row, QK_DIM, V_DIM, V_IN_K)
 
     # Keys of [full_begin, masked_from), in whole blocks, are seen by all rows and need no mask.

@@ -10,8 +10,7 @@ from specdec.backends.triton.attention.blocks import fold, result_of
 
 
 class Partials(NamedTuple):
-    """Scratch for states, fp32: acc [num_partials, Hkv, block_m, v_dim] and stats [num_partials, Hkv, block_m, 2],
-    maximum and mass."""
+    """Scratch, fp32: acc [num_partials, Hkv, block_m, v_dim] and maximum and mass [num_partials, Hkv, block_m, 2]."""
 
     acc: torch.Tensor
     stats: torch.Tensor

@@ -9,10 +9,9 @@ from math import gcd
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.base import AnyRope, HeadNorms, NormedRope
-from specdec.backends.triton.launch.relaunch import EARLY_ROWS, follows_early
+from specdec.backends.triton.launch.relaunch import EARLY_ROWS, early, wait_for_others
 
 PROGRAMS = 8  # a token, at most
 
@@ -134,9 +133,7 @@ def _store_kernel(
 ):
     """One token, and HEADS of its heads of K and V with their heads of q."""
     Q_HEADS: tl.constexpr = NUM_HEADS * HEADS // NUM_KV_HEADS
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_others(PDL, True)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = part * HEADS
     pool_row = tl.load(slots + token) * NUM_KV_HEADS + first
@@ -192,7 +189,6 @@ def store_kv(
     assert cos.stride() == sin.stride() and cos.stride(-1) == 1, "cos and sin need one layout and a dense last dim"
     is_split = num_tokens <= EARLY_ROWS and num_heads % num_kv_heads == 0 and not kind
     heads = num_kv_heads // gcd(num_kv_heads, PROGRAMS) if is_split else num_kv_heads
-    is_early = follows_early()
     _store_kernel[(num_tokens, num_kv_heads // heads)](
         q,
         q_out,
@@ -225,8 +221,7 @@ def store_kv(
         BLOCK_QK=triton.next_power_of_2(qk_dim),
         BLOCK_V=triton.next_power_of_2(v_dim),
         BLOCK_HALF=triton.next_power_of_2(max(rotary // 2, 1)),
-        PDL=is_early,
-        launch_pdl=is_early,
         num_warps=2 if heads < num_kv_heads else 4,
+        **early(),
     )
     return q_out

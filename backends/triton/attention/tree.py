@@ -25,7 +25,7 @@ from specdec.backends.triton.attention.blocks import (
 from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
 from specdec.backends.triton.attention.partials import Partials, fold_chunks, load_state
 from specdec.backends.triton.attention.plan import SplitPlan
-from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch
+from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, wait_for_others
 from specdec.core.batch import AttentionMetadata
 
 ROWS = 16  # of a program: the fewest that a product has
@@ -102,8 +102,7 @@ def _tails_kernel(
         slots = tl.load(path + base + n, mask=base + n < tail_len, other=0)
         end = tl.maximum(end, prefix + tl.max(tl.where(slots > 0, base + n + 1, 0), 0))
     position = tl.load(positions + token).to(tl.int32)
-    if PDL:
-        gdc_wait()
+    wait_for_others(PDL, False)
     q_tile = query_tile(q + token * q_stride_t + head_of_row * q_stride_h, d, dv, is_row, QK_DIM, V_DIM, V_IN_K)
 
     # The states of the node's rows, one a chunk; the blocks below continue the last one.

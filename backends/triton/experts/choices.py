@@ -8,9 +8,8 @@ Twins: those of `specdec.backends.experts.choices`.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import early_and_leading, follows_early, wait_for_others
+from specdec.backends.triton.launch.relaunch import early, early_and_leading, wait_for_others
 from specdec.backends.triton.linear.norms import normalised
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
@@ -32,9 +31,7 @@ def _top_kernel(
     PDL: tl.constexpr,
 ):
     """One row. Keys hold what orders scores, and below it what puts the lower of two equal ones' indices first."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_others(PDL, True)
     row = tl.program_id(0).to(tl.int64)
     index, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     score = tl.load(scores + row * row_stride + index, mask=index < NUM, other=float("-inf")).to(tl.float32)
@@ -82,9 +79,7 @@ def _weighted_sum_kernel(
     PDL: tl.constexpr,
 ):
     """A block of columns of one token; ROUND: see `_sum`."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_others(PDL, True)
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = _sum(rows, weights, token, h, H, K, ROUND, BLOCK)
@@ -144,7 +139,7 @@ def top_scores(
     num_rows, num = scores.shape
     values = torch.empty(num_rows, k, dtype=dtype or scores.dtype, device=scores.device)
     indices = torch.empty(num_rows, k, dtype=torch.int64, device=scores.device)
-    block, is_early = triton.next_power_of_2(num), follows_early(num_rows)
+    block = triton.next_power_of_2(num)
     if num_rows:
         _top_kernel[(num_rows,)](
             scores,
@@ -156,9 +151,8 @@ def top_scores(
             SOFTMAX=softmax,
             BLOCK=block,
             BLOCK_K=triton.next_power_of_2(k),
-            PDL=is_early,
             num_warps=1 if block <= 512 else 4,
-            launch_pdl=is_early,
+            **early(num_rows),
         )
     return values.view(shape), indices.view(shape)
 
@@ -171,9 +165,9 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) 
     block = min(triton.next_power_of_2(num_columns), COLUMNS)
     if num_tokens:
         is_rounded = torch.promote_types(rows.dtype, weights.dtype) == rows.dtype
-        grid, is_early = (num_tokens, triton.cdiv(num_columns, block)), follows_early(num_tokens)
-        constants = {"H": num_columns, "K": k, "ROUND": is_rounded, "BLOCK": block, "PDL": is_early}
-        _weighted_sum_kernel[grid](rows, weights, out, **constants, launch_pdl=is_early)
+        grid = (num_tokens, triton.cdiv(num_columns, block))
+        constants = {"H": num_columns, "K": k, "ROUND": is_rounded, "BLOCK": block, **early(num_tokens)}
+        _weighted_sum_kernel[grid](rows, weights, out, **constants)
     return out
 
 

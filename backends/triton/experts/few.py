@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.triton.experts.products import gated_columns, line_of, scanned
-from specdec.backends.triton.launch.relaunch import INTERPRETED
+from specdec.backends.triton.launch.relaunch import INTERPRETED, wait_for_others
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import appended, eighths_of_mxfp4
 
@@ -91,8 +90,7 @@ def few_rows_kernel(
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     HALF: tl.constexpr = BLOCK_N // 2  # the columns of a warp
-    if PDL:
-        gdc_wait()
+    wait_for_others(PDL, False)
     expert, is_own, rank, end = scanned(ids, tl.program_id(1), num_rows, by_row, E, BLOCK_IDS)
     own = tl.minimum(expert, E - 1).to(tl.int64)
     x, two, four = x.to(tl.pointer_type(tl.int32), bitcast=True), tl.arange(0, 2)[None, :], tl.arange(0, 4)[None, :]

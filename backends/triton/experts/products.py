@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED, follows_early, wait_for_others
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.tiles import Tile
@@ -133,8 +132,7 @@ def _grouped_linear_kernel(
     Else programs are of experts, or by_row (1 or 0) of the first row that each expert has. ACTIVATION: "" for a plain
     product; else columns of gate and up take turns in a tile, as they do in the weight of "swigluoai".
     """
-    if PDL:
-        gdc_wait()
+    wait_for_others(PDL, False)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = n < N
     if ACTIVATION != "" and ACTIVATION != "swigluoai":

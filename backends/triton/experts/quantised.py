@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.triton.experts import few
 from specdec.backends.triton.experts.products import (
@@ -21,7 +20,7 @@ from specdec.backends.triton.experts.products import (
     scanned,
 )
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, capability
+from specdec.backends.triton.launch.relaunch import INTERPRETED, capability, wait_for_others
 from specdec.backends.triton.linear.parts import with_diagonal
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import eighths_of_mxfp4, in_order
@@ -102,8 +101,7 @@ def _quantised_experts_kernel(
     DTYPE: tl.constexpr = out.dtype.element_ty
     HALVES: tl.constexpr = 2 if PAIRED else 1
     HALVED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "swigluoai"
-    if PDL:
-        gdc_wait()
+    wait_for_others(PDL, False)
     i, j = tl.arange(0, HALVES * BLOCK_N), tl.arange(0, HALVES * BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + i % BLOCK_N
     is_column = n < N

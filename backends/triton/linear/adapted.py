@@ -12,11 +12,11 @@ from itertools import accumulate
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import cached_launch, follows_early, is_aligned
+from specdec.backends.triton.launch.relaunch import cached_launch, follows_early, is_aligned, wait_for_others
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.lora import low_rows, one_by_one, plus
 from specdec.backends.triton.linear.parts import filled, picked
@@ -128,8 +128,7 @@ def _adapted_kernel(
         TMA, ACTIVATION != "", UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     product = finished(total, bias, n, N, HAS_BIAS, out.dtype.element_ty)
-    if PDL:
-        gdc_wait()  # in every program: this launch ends after the one before
+    wait_for_others(PDL, False)  # in every program: this launch ends after the one before
     if ACTIVATION != "":
         up = finished(up, bias + N, n, N, HAS_BIAS, out.dtype.element_ty)
         if tl.max(own, 0) > 0:

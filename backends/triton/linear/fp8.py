@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.linear import aligned_rows
-from specdec.backends.triton.launch.relaunch import cached_launch, follows_early
+from specdec.backends.triton.launch.relaunch import cached_launch, follows_early, wait_for_others
 from specdec.backends.triton.linear.gated_fp8 import gated_fp8, takes
 from specdec.backends.triton.linear.parts import Tile, Tiles
 from specdec.backends.triton.linear.quantised import launch
@@ -26,9 +25,7 @@ def _quantise_kernel(
     x, out, scales, stride, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
 ):
     """GROUPS groups of features of one row of K, a scale each. GROUP: 128, or at least K; stride in units of 16."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_others(PDL, True)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.load(x + row * stride * 16 + at, mask=at < K, other=0.0).to(tl.float32)

@@ -11,10 +11,15 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, capability, follows_early
+from specdec.backends.triton.launch.relaunch import (
+    INTERPRETED,
+    cached_launch,
+    capability,
+    follows_early,
+    wait_for_others,
+)
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import finished
 from specdec.backends.triton.linear.products import dot
@@ -75,8 +80,7 @@ def _gated_kernel(
     has_n, has_m = n < N, m < num_rows
     sums = tl.zeros([128, BLOCK_M], tl.float32)
     up_sums, total, up = sums, sums, sums
-    if PDL:
-        gdc_wait()
+    wait_for_others(PDL, False)
     for step in tl.range(0, 4 * steps, num_stages=NUM_STAGES):
         for i in tl.static_range(BLOCKS):
             block, inside_n, inside_m = step * BLOCKS + i, has_n, has_m
@@ -124,8 +128,7 @@ def gated_fp8(
     activation: str,
     quantises: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.backends.linear.fp8.gated_linear_fp8`; rows x [M, K]. quantises: else the product is of `dtype`, and
-    has no scales."""
+    """See `specdec.backends.linear.fp8.gated_linear_fp8`; x [M, K]. Not quantised, it is of `dtype`, without scales."""
     num_rows, num_blocks, N = x.shape[0], x.shape[1] // 128, weights[0].shape[0]
     out = torch.empty(num_rows, N, dtype=torch.float8_e4m3fn if quantises else dtype, device=x.device)
     out_scales = torch.empty(num_rows, N // 128 if quantises else 0, dtype=torch.float32, device=x.device)

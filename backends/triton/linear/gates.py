@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import cached_launch, early_and_leading, is_aligned, wait_for_others
-from specdec.backends.triton.linear.strides import strided_rows
+from specdec.backends.triton.linear.strides import in_rows
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.T
     num_rows = up.numel() // N
     if not num_rows:
         return out
-    (gate, *rows), (up, *up_rows) = _with_rows(gate, N), _with_rows(up, N)
+    (gate, rows), (up, up_rows) = in_rows(gate), in_rows(up if up.shape[-1] == N else up.reshape(-1, N))
     unit = 8 if all(size % 8 == 0 for size in (N, *rows[1:], *up_rows[1:])) else 1
     sizes = [size if i == 0 else size // unit for of in (rows, up_rows) for i, size in enumerate(of)]
     block, starts = min(triton.next_power_of_2(N), 1024), early_and_leading(num_rows)
@@ -88,17 +88,6 @@ def apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.T
     else:
         _gate_kernel[grid](*args, **constants, launch_pdl=starts["launch_pdl"])
     return out
-
-
-def _with_rows(x: torch.Tensor, N: int) -> tuple[torch.Tensor, int, int, int]:
-    """Return x and where its rows of N lie, see `strided_rows`; a copy where two strides do not say that."""
-    if x.shape[-1] != N:
-        x = x.reshape(-1, N)
-    rows = strided_rows(x)
-    if rows is not None:
-        return x, *rows
-    x = x.contiguous()
-    return x, x.numel() // N, 0, N
 
 
 def gate(x: torch.Tensor, activation: str) -> torch.Tensor:

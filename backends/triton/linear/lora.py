@@ -11,11 +11,16 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, follows_early, is_aligned
+from specdec.backends.triton.launch.relaunch import (
+    INTERPRETED,
+    cached_launch,
+    follows_early,
+    is_aligned,
+    wait_for_others,
+)
 from specdec.backends.triton.linear.parts import filled, picked
 from specdec.backends.triton.linear.products import dot
 
@@ -122,9 +127,7 @@ def _shrink_kernel(
 
     K and stride_x come in units of UNIT, so that their alignment is known.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_others(PDL, True)
     K, stride_x = K * UNIT, stride_x * UNIT
     chunk, part = tl.program_id(1), tl.program_id(2)
     rows, counts, own = _adapters_of(adapters, tl.program_id(0) * TOGETHER, num_rows, TOGETHER, BLOCK_M)
@@ -169,9 +172,7 @@ def _expand_kernel(
 ):
     """Columns of one part of out [num_rows, N]: y and scale * B @ sums. n0, n1, n2: columns of the parts; what is
     behind them, if anything, is a part without adapters. Sizes and stride_y come in units of UNIT."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_others(PDL, True)
     N, stride_y, n0, n1, n2 = N * UNIT, stride_y * UNIT, n0 * UNIT, n1 * UNIT, n2 * UNIT
     block, end0 = tl.program_id(1), tl.cdiv(n0, BLOCK_N)
     end1 = end0 + tl.cdiv(n1, BLOCK_N)

@@ -7,7 +7,6 @@ Twins: `specdec.backends.linear`, and `fp8` there for results in FP8.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.triton.launch.relaunch import (
     cached_launch,
@@ -17,7 +16,7 @@ from specdec.backends.triton.launch.relaunch import (
     wait_for_others,
 )
 from specdec.backends.triton.linear.rounding import quantised
-from specdec.backends.triton.linear.strides import strided_rows
+from specdec.backends.triton.linear.strides import in_rows, whole_rows
 
 WIDE = 1024  # elements of a program, at least: several rows where they are short
 NUM_WARPS = 8
@@ -70,9 +69,7 @@ def _norm_kernel(
     source = (row // inner * stride_outer + row % inner * stride_inner) * UNIT
     at = row[:, None] * H + h[None, :]
     scale = tl.load(weight + h, mask=h < H, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_others(PDL, True)
     value = tl.load(x + source[:, None] + h[None, :], mask=inside, other=0.0)
     if ADD:
         added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
@@ -123,11 +120,8 @@ def _gated_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
-    """See `specdec.backends.linear.rms_norm`. Rows that two strides cannot reach are copied first."""
-    rows = strided_rows(x)
-    if rows is None:
-        x = x.contiguous()
-        rows = x.numel() // x.shape[-1], 0, x.shape[-1]
+    """See `specdec.backends.linear.rms_norm`."""
+    x, rows = in_rows(x)
     return _launch(x, x, rows, weight, eps, offset, is_late, None)
 
 
@@ -137,17 +131,13 @@ def add_rms_norm(
     """See `specdec.backends.linear.add_rms_norm`."""
     x, residual = x.contiguous(), residual.contiguous()
     total = torch.empty_like(x)
-    rows = x.numel() // x.shape[-1], 0, x.shape[-1]
-    return _launch(x, residual, rows, weight, eps, offset, is_late, total), total
+    return _launch(x, residual, whole_rows(x), weight, eps, offset, is_late, total), total
 
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `specdec.backends.linear.gated_rms_norm`."""
     num_tokens = gate.numel() // gate.shape[-2:].numel() if gate.dim() > 2 else gate.shape[0]  # of heads each, or rows
-    x, rows = x.contiguous(), strided_rows(gate)
-    if rows is None:
-        gate = gate.contiguous()
-        rows = gate.numel() // gate.shape[-1], 0, gate.shape[-1]
+    x, (gate, rows) = x.contiguous(), in_rows(gate)
     out, H = torch.empty_like(x), x.shape[-1]
     num_rows, block = x.numel() // H, triton.next_power_of_2(H)
     together = max(WIDE // 2 // block, 1)
@@ -163,8 +153,7 @@ def rms_norm_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.backends.linear.fp8.rms_norm_fp8`."""
     x, scales = x.contiguous(), _scales(x, by_row)
-    rows = x.numel() // x.shape[-1], 0, x.shape[-1]
-    return _launch(x, x, rows, weight, eps, offset, is_late, None, scales), scales
+    return _launch(x, x, whole_rows(x), weight, eps, offset, is_late, None, scales), scales
 
 
 def add_rms_norm_fp8(
@@ -179,8 +168,7 @@ def add_rms_norm_fp8(
     """See `specdec.backends.linear.fp8.add_rms_norm_fp8`."""
     x, residual, scales = x.contiguous(), residual.contiguous(), _scales(x, by_row)
     total = torch.empty_like(x)
-    rows = x.numel() // x.shape[-1], 0, x.shape[-1]
-    return _launch(x, residual, rows, weight, eps, offset, is_late, total, scales), scales, total
+    return _launch(x, residual, whole_rows(x), weight, eps, offset, is_late, total, scales), scales, total
 
 
 def _scales(x: torch.Tensor, by_row: bool) -> torch.Tensor:

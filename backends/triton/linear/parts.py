@@ -4,8 +4,7 @@ row depend on neither the tile nor the other rows.
 
 For few rows, one product on tensor cores has two or all four quarters (`pack`): both operands, rows and columns, are
 repeated once for each of them, and of the product only the blocks on the diagonal count. So there are more programs,
-each of fewer columns and a shorter loop. On Hopper, four quarters of packed weights are a product of a warp each; see
-`quarters`.
+each of fewer columns and a shorter loop. On Hopper, quarters of packed weights are products of a warp each: `quarters`.
 """
 
 from collections.abc import Sequence

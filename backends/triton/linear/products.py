@@ -60,8 +60,7 @@ def product_sums(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the products [BLOCK_N, BLOCK_M] fp32 of a tile; and those with the rows of weight that are N further, if
-    IS_GATED."""
+    """Return products [BLOCK_N, BLOCK_M] fp32 of a tile, and of the weight's rows N further if IS_GATED."""
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = total
     for k in range(0, K, BLOCK_K):
@@ -162,7 +161,8 @@ def launch_of(
     """Return the grid, the arguments and the constants of a product's kernel; activation: "" for none."""
     (num_rows, N), K = out.shape, x.shape[1]
     strides = weight.stride(0), x.stride(0)
-    is_tma = is_aligned(weight, x, bias) and all(stride % 8 == 0 for stride in strides) and _has_tma()
+    is_tma = is_aligned(weight, x, bias) and all(stride % 8 == 0 for stride in strides)
+    is_tma = is_tma and (INTERPRETED or capability() >= 90)  # Hopper and later; the interpreter plays it
     unit = 8 if all(size % 8 == 0 for size in (N, K, *strides)) else 1
     args = (
         TensorDescriptor(weight, [*weight.shape], [strides[0], 1], [tile.n, tile.k]) if is_tma else weight,
@@ -175,8 +175,3 @@ def launch_of(
     constants = {"UNIT": unit, "TMA": is_tma, "ACTIVATION": activation, "HAS_BIAS": bias is not None}
     constants |= {"UPCAST": INTERPRETED, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
     return (triton.cdiv(num_rows, tile.m), triton.cdiv(N, tile.n)), args, constants
-
-
-def _has_tma() -> bool:
-    """Return whether the GPU has TMA (Hopper and later); the interpreter plays it."""
-    return INTERPRETED or capability() >= 90

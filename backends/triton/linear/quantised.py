@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
-from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, follows_early, wait_for_others
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear import quarters
 from specdec.backends.triton.linear.gates import gated
@@ -101,8 +100,7 @@ def _quantised_kernel(
     n, m = (number * BLOCK_N + i % BLOCK_N).to(tl.int64), (tl.program_id(0) * BLOCK_M + j % BLOCK_M).to(tl.int64)
     is_column, is_row = n < size, m < num_rows
     quarter = tl.cdiv(num_blocks, 4)
-    if PDL:
-        gdc_wait()
+    wait_for_others(PDL, False)
     if GROUP <= 0:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:

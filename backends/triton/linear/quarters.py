@@ -10,9 +10,8 @@ Twin: `specdec.backends.linear.packed.packed_linear`.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
-from specdec.backends.triton.launch.relaunch import INTERPRETED, capability
+from specdec.backends.triton.launch.relaunch import INTERPRETED, capability, wait_for_others
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
@@ -140,8 +139,7 @@ def quarters_kernel(
     m = tl.minimum(of_row // 128 * 8 + of_row // 4 % 8, num_rows - 1).to(tl.int64)
     rows = x + (m * stride + first_of_row * 128 + of_row % 4 * 4)[:, None] + four
     left, left_of_row = num_blocks - first, (num_blocks - first_of_row)[:, None]
-    if PDL:
-        gdc_wait()
+    wait_for_others(PDL, False)
     blocks = _first_blocks(weight + at, scales + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
     if ACTIVATION != "":
         up_blocks = _first_blocks(w1 + at, s1 + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)

@@ -17,3 +17,16 @@ def strided_rows(x: torch.Tensor) -> tuple[int, int, int] | None:
         return None
     (_, outer), (inner, stride) = [(1, 0)] * (2 - len(levels)) + levels
     return inner, outer, stride
+
+
+def in_rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """Return x and where its rows lie, see `strided_rows`; a copy where two strides do not say that."""
+    rows = strided_rows(x)
+    if rows is not None:
+        return x, rows
+    return x.contiguous(), whole_rows(x)
+
+
+def whole_rows(x: torch.Tensor) -> tuple[int, int, int]:
+    """Return where the rows of a contiguous tensor of x's shape lie, see `strided_rows`."""
+    return x.numel() // x.shape[-1], 0, x.shape[-1]

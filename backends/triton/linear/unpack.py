@@ -2,8 +2,7 @@
 
 Two neighbours of a block of 128 elements are in one word, 16 bits apart, with those 16, 32 and 48 elements on; the word
 after it has the other four of these pairs (`backends.linear.packed.pack`). So an operand of tensor cores, 16 features
-at a time, takes the next nibble of both halves of a word each time. In words of MXFP4 bits of a nibble lie apart; see
-`pack_mxfp4`.
+at a time, takes the next nibble of both halves of a word each time. In MXFP4 a nibble's bits lie apart: `pack_mxfp4`.
 """
 
 import struct
@@ -154,8 +153,7 @@ def _e2m1(words, exponents, J: tl.constexpr):
 
 @triton.jit
 def eighths_of_mxfp4(words, exponents, UPCAST: tl.constexpr):
-    """Return the eighths of bf16 weights of words [N, W] of e2m1, see `eighths_of_words`, and exponents [N, 1], four in
-    a word."""
+    """Return the eighths of bf16 weights: words [N, W] of e2m1, see `eighths_of_words`; exponents [N, 1], 4 a word."""
     if UPCAST:
         a, b = _e2m1(words, exponents, 0), _e2m1(words, exponents, 1)
         c, d = _e2m1(words, exponents, 2), _e2m1(words, exponents, 3)

@@ -1,8 +1,7 @@
 """Prefills of scans by chunks of tokens: what each needs of itself, all at once; states, one by one; outputs, at once.
 
-Twin: `recurrent.reference.scan_extend`, in its notation; `chunk_solve` has the first step, which only corrected
-scans and decays by key take. Decays by element of the state have no such form, and few tokens no use for it: those
-pass one by one.
+Twin: `recurrent.reference.scan_extend`, in its notation; `chunk_solve` has the first step, which only corrected scans
+and decays by key take. Decays by element of the state have no such form, and few tokens no use: they pass one by one.
 """
 
 import math

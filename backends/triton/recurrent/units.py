@@ -1,8 +1,7 @@
 """What scans of gated delta rules take: decays and strengths; and, for prefills by chunks whose queries and keys are to
 be made units, values, strengths and factors of outputs.
 
-Twins: `recurrent.gates.delta_gates` and `recurrent.reference._units`. Queries and keys stay in 16 bits, for
-cheaper products.
+Twins: `recurrent.gates.delta_gates` and `recurrent.reference._units`. Queries and keys stay in 16 bits.
 """
 
 import torch

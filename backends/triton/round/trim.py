@@ -1,7 +1,6 @@
 """Ends a round, one program a request: cuts accepted tokens at stops and limits, then state moves on.
 
-Twins: `trim` and `emit` of `specdec.core.functional.torch_ops.TORCH_OPS`. Rows may repeat only where padding points to
-one dummy row.
+Twins: `trim` and `emit` of `specdec.core.functional.torch_ops.TORCH_OPS`. Only the dummy row may repeat.
 """
 
 import torch

@@ -236,8 +236,7 @@ def bonus_parts(
     excluded: torch.Tensor,
     noted: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Return what `_store_parts` stores of each block of what is noted: [bs, blocks, 4] float64. Arguments: see
-    `draw_bonus`."""
+    """Return what `_store_parts` stores of each block that is noted: [bs, blocks, 4] float64; see `draw_bonus`."""
     bs, vocab = probs.shape[0], probs.shape[2]
     shape, _ = _blocks(vocab)
     parts = _empty_parts(probs, bs, vocab, shape)
