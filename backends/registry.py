@@ -23,23 +23,21 @@ def _triton() -> type[AttentionBackend]:
     return TritonBackend
 
 
-def _flashinfer() -> type[AttentionBackend]:
+def _flashinfer(is_mixed: bool) -> type[AttentionBackend]:
     _triton()
-    from specdec.backends.flashinfer.backend import FlashInferBackend
+    from specdec.backends.flashinfer.backend import FlashInferBackend, MixedBackend
 
-    return FlashInferBackend
-
-
-def _mixed() -> type[AttentionBackend]:
-    _triton()
-    from specdec.backends.flashinfer.backend import MixedBackend
-
-    return MixedBackend
+    return MixedBackend if is_mixed else FlashInferBackend
 
 
 # A class is imported on first use, since triton is optional.
 BACKENDS: Mapping[str, Callable[[], type[AttentionBackend]]] = MappingProxyType(
-    {"triton": _triton, "torch": lambda: TorchBackend, "flashinfer": _flashinfer, "triton+flashinfer": _mixed}
+    {
+        "triton": _triton,
+        "torch": lambda: TorchBackend,
+        "flashinfer": lambda: _flashinfer(is_mixed=False),
+        "triton+flashinfer": lambda: _flashinfer(is_mixed=True),
+    }
 )
 _AUTO = ("triton+flashinfer", "triton", "torch")  # in the order of preference
 
@@ -80,8 +78,8 @@ def pick_backend(
             continue
         unusable = backend.unusable_on(device)
         reasons = [unusable] if unusable else unmet_needs(backend.capabilities, layers, dtype)
-        if not reasons and name == "auto":
-            reasons = [reason for reason in (backend.not_ready(layers, dtype, device),) if reason]
+        if not reasons and name == "auto" and (reason := backend.not_ready(layers, dtype, device)):
+            reasons = [reason]
         if not reasons:
             return backend, _why(name, candidate, against)
         against += [f"backend {candidate}: {reason}" for reason in reasons]

@@ -48,7 +48,7 @@ class Replica:
         settings: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ):
-        _check_mappings({"settings": settings, "options": options})
+        _check({"settings": settings, "options": options})
         model, tokenizer = load(target, dtype, device)
         source = None if draft is None else shipped.find(draft)
         self.engine: Engine = attach(model, source, algo, tokenizer=tokenizer, **(settings or {}))
@@ -96,9 +96,7 @@ def generate(
     `BatchReplica`. With a seed in options, row i of a batch uses `request_seed(seed, i)`. ValueError: replicas or
     batch_size below 1.
     """
-    for name, value in (("replicas", replicas), ("batch_size", batch_size)):
-        whole(1).check(name, value)
-    _check_mappings(kwargs)
+    _check(kwargs, replicas=replicas, batch_size=batch_size)
     return dataset.map_batches(
         replica,
         fn_constructor_kwargs={"target": target, "draft": draft, **kwargs},
@@ -124,9 +122,7 @@ def serve_app(
     Requests of one replica are decoded together; max_ongoing_requests of them at most, then they wait. kwargs: those of
     `Replica`.
     """
-    for name, value in (("replicas", replicas), ("max_ongoing_requests", max_ongoing_requests)):
-        whole(1).check(name, value)
-    _check_mappings(kwargs)
+    _check(kwargs, replicas=replicas, max_ongoing_requests=max_ongoing_requests)
     from ray import serve
 
     deploy = serve.deployment(
@@ -169,8 +165,10 @@ def _resources(num_cpus: float | None) -> dict[str, Any]:
     return resources if num_cpus is None else {**resources, "num_cpus": num_cpus}
 
 
-def _check_mappings(kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings of another type here, and not in a replica that Ray starts again and again."""
+def _check(kwargs: Mapping[str, Any], **sizes: int) -> None:
+    """Raise ValueError for what is wrong here, and not in a replica that Ray starts again and again."""
+    for name, value in sizes.items():
+        whole(1).check(name, value)
     for name in ("settings", "options"):
         check_mapping(name, kwargs.get(name))
     check_settings(dict(kwargs.get("settings") or {}))

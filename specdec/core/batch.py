@@ -120,11 +120,6 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
-def host_zeros(num: int, device: torch.device) -> torch.Tensor:
-    """Return zeros [num] int64 on the host, to be filled and copied to `device` without waiting for it."""
-    return torch.zeros(num, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-
-
 def ints_to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Copy host ints (nested lists too) to an int64 tensor on `device` without waiting for the device."""
     return to_device(torch.tensor(values, dtype=torch.int64, device="cpu"), device)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from specdec.backends.op import forward_context
-from specdec.core.batch import AttentionMetadata, ForwardMode, host_zeros
+from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.config import EngineConfig
 from specdec.core.draft.worker import PrefillChunk
 from specdec.core.functional.results import first_tokens
@@ -203,7 +203,8 @@ class WholePrefill:
         self._host = self._new_host()  # now: the device works
 
     def _new_host(self) -> torch.Tensor:
-        return host_zeros(len(self._inputs), self._inputs.device)
+        is_pinned = self._inputs.device.type == "cuda"
+        return torch.zeros(len(self._inputs), dtype=torch.int64, device="cpu", pin_memory=is_pinned)
 
 
 def _variant_for(kind: SamplingKind, has_cached: bool, variants: Sequence[str]) -> str | None:

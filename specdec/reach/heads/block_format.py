@@ -2,17 +2,16 @@
 SpecForge's DSpark; speculators' (vLLM). They have tensors of the same names and differ in config.json."""
 
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from specdec.reach.heads import fresh
 from specdec.reach.heads.block import BlockHead
 from specdec.reach.heads.block_configs import dflash_json, inexpressible, read_config, speculators_json
 from specdec.reach.heads.eagle3_format import hot_maps, hot_tensors
 from specdec.reach.heads.files import EMBEDDING, LM_HEAD, HeadFiles, Wanted, shapes_of
-from specdec.reach.heads.format import HeadFormat, HotIds, Layout, Saving, Stored, Tensors, Training, same
+from specdec.reach.heads.format import HeadFormat, Layout, Saving, Stored, Tensors, Training, same
 from specdec.reach.targets.shape import TargetShape
 
 _NAMES = ("fc.", "hidden_norm.", "norm.", "layers.", "lm_head.", "embed_tokens.", "mask_embedding", "markov_head.")
@@ -63,18 +62,12 @@ def write(head: BlockHead, saving: Saving) -> tuple[dict[str, Any], Tensors]:
     return config, tensors
 
 
-def _fresh(model: PreTrainedModel, shape: Any, seed: int, hot_ids: HotIds) -> BlockHead:
-    sizes = shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size, shape.num_layers
-    config = fresh.block_config(model, *sizes)
-    return fresh.new_block(model, config, hot_ids(config.draft_vocab_size), seed)
-
-
 BLOCK = HeadFormat(
     algo="block",
     layouts=(DFLASH, SPECULATORS),
     read=read,
     write=write,
-    fresh=_fresh,
+    fresh=partial(fresh.hot_head, fresh.block_config, fresh.new_block),
     written=lambda head: (SPECULATORS.name,) if inexpressible(head.config) else (DFLASH.name, SPECULATORS.name),
     training=Training(
         MappingProxyType({"num_steps": 8, "survival": True, "lk_weight": 0.5, "lr": 1.5e-3}),

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from specdec.reach.checkpoints.fitting import full_vocab_problems, target_ids, vocab_problems
 from specdec.reach.heads import fresh
@@ -23,7 +22,7 @@ from specdec.reach.heads.eagle3_configs import (
 )
 from specdec.reach.heads.eagle_format import why_of_eagle
 from specdec.reach.heads.files import EMBEDDING, LM_HEAD, HeadFiles, shapes_of
-from specdec.reach.heads.format import HeadFormat, HotIds, Layout, Saving, Stored, Tensors, Training, same
+from specdec.reach.heads.format import HeadFormat, Layout, Saving, Stored, Tensors, Training, same
 from specdec.reach.targets.shape import TargetShape
 
 MAX_EXTRA_LAYERS = 16  # beyond the first
@@ -122,18 +121,12 @@ def write(head: Eagle3Head, saving: Saving) -> tuple[dict[str, Any], Tensors]:
     return config, tensors
 
 
-def _fresh(model: PreTrainedModel, shape: Any, seed: int, hot_ids: HotIds) -> Eagle3Head:
-    sizes = shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size, shape.num_layers
-    config = fresh.eagle3_config(model, *sizes)
-    return fresh.new_eagle3(model, config, hot_ids(config.draft_vocab_size), seed)
-
-
 EAGLE3 = HeadFormat(
     algo="eagle3",
     layouts=(OFFICIAL, SPECULATORS),
     read=read,
     write=write,
-    fresh=_fresh,
+    fresh=partial(fresh.hot_head, fresh.eagle3_config, fresh.new_eagle3),
     written=lambda head: ("speculators", "eagle3") if inexpressible(head.config) else ("eagle3", "speculators"),
     training=Training(
         MappingProxyType({}),

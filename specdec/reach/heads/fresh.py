@@ -4,7 +4,7 @@ A head's projection passes the target's state through and its layers add little,
 the target's own output head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +91,14 @@ def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tens
     norm.copy_(_final_norm_weight(model, config.layer.hidden_size))
     lm_head.copy_(rows[head.hot_ids.to(rows.device)])
     return head.to(rows.device)
+
+
+def hot_head(
+    config_of: Callable[..., Any], new: Callable[..., DraftHead], model: Any, shape: Any, seed: int, hot_ids: Any
+) -> DraftHead:
+    """Make a head that scores tokens of its own choice; see `HeadFormat.fresh`."""
+    config = config_of(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size, shape.num_layers)
+    return new(model, config, hot_ids(config.draft_vocab_size), seed)
 
 
 @torch.no_grad()

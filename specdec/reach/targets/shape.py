@@ -67,22 +67,17 @@ def rope_limit(config: Any) -> tuple[int, str] | None:
 
 
 def position_limit(config: Any) -> tuple[int | None, str]:
-    """Return how many positions the model of a text config has, None if it does not say, and why not more, if it is
-    not its own number."""
-    own, rope, picked = getattr(config, "max_position_embeddings", None), rope_limit(config), _num_picked(config)
+    """Return how many positions a text config's model has, None if unsaid, and why not more, if not its own number."""
+    own, rope = getattr(config, "max_position_embeddings", None), rope_limit(config)
+    picked = getattr(config, "index_topk", None) if hasattr(config, "index_n_heads") else None  # see `Attention`
     limits = []
     if rope is not None:
         limits.append((rope[0], f"beyond, rope type {rope[1]!r} rotates all tokens by other frequencies"))
-    if picked is not None:
+    if picked:
         limits.append((picked, f"beyond, layers attend to index_topk={picked} tokens that an indexer picks"))
     if own is not None:
         limits.append((own, ""))
     return min(limits, key=lambda limit: limit[0], default=(None, ""))
-
-
-def _num_picked(config: Any) -> int | None:
-    """Return how many tokens the layers of a text config attend to at most, None if to all; see `Attention`."""
-    return config.index_topk if getattr(config, "index_topk", None) and hasattr(config, "index_n_heads") else None
 
 
 def eos_ids_of(model: Any) -> list[int]:

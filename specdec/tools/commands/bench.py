@@ -18,13 +18,13 @@ from specdec.tools.commands.bench_policy import Policy
 from specdec.tools.commands.bench_serve import BenchServe
 from specdec.tools.commands.bench_speed import Latency, Peers
 from specdec.tools.commands.choices import OnTarget, Recorded, Reported, Row, draft_of, listed, name_of_target, numbers
-from specdec.tools.measure.acceptance import acceptance, case_of
+from specdec.tools.measure.acceptance import acceptance
 from specdec.tools.measure.compare import THRESHOLD, compare, print_comparison
 from specdec.tools.measure.conversations import Conversations
 from specdec.tools.measure.drafts import DraftShape
-from specdec.tools.measure.page.page import write_page
+from specdec.tools.measure.page.page import render
 from specdec.tools.measure.results import ResultFile
-from specdec.tools.measure.rows import read_record
+from specdec.tools.measure.rows import read_record, write_whole
 from specdec.tools.measure.speed import speeds
 from specdec.tools.options import REQUIRED, Options, argument, command_of, flag, option
 
@@ -123,7 +123,8 @@ class Page(Options):
         path = self.out or self.files[0].with_suffix(".html")
         records = [read_record(file) for file in self.files]
         path.parent.mkdir(parents=True, exist_ok=True)
-        print(write_page(records, path))
+        write_whole(path, render(records))
+        print(path)
 
 
 class Compare(Reported):
@@ -159,7 +160,8 @@ def _line(row: Row) -> str:
     if row.get("what") == "speed":
         speed = f"batch {row['batch']}: {row['tok_s']} ± {row['tok_s_ci95']} tokens/s, tau {row['tau']:.3f}"
         return f"{row['draft']} {DraftShape.of(row)} {row['prompts']} T={row['temperature']:g} {speed}"
-    return f"{row['draft']} {DraftShape.of(row)} {case_of(row)} T={row['temperature']:g}: tau {row['tau']:.3f}"
+    prompts = row["prompts"] if row["category"] is None else f"{row['prompts']}: {row['category']}"
+    return f"{row['draft']} {DraftShape.of(row)} {prompts} T={row['temperature']:g}: tau {row['tau']:.3f}"
 
 
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:

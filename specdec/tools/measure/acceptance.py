@@ -112,8 +112,7 @@ def ci95(parts: Sequence[AcceptanceStats]) -> float:
 
 
 def _beside_prediction(row: dict[str, Any], engine: Engine, requests: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Add to the row of a greedy chain the a_j that the trainer simulates on the generated text, and how far the
-    measured ones are off."""
+    """Add to a greedy chain's row the a_j that the trainer simulates on its text, and how far off measured ones are."""
     draft = engine.draft_module
     if row["temperature"] or row["topk"] > 1 or draft is None or getattr(draft, "num_modules", 1) > 1:
         return row  # the trainer knows heads of one module
@@ -123,8 +122,3 @@ def _beside_prediction(row: dict[str, Any], engine: Engine, requests: Sequence[R
     pairs = zip_longest(measured.acceptance_at, stats.acceptance_at, fillvalue=0.0)
     off = [round(m / p - 1, 4) if p else None for m, p in pairs]
     return {**row, "predicted_at": [round(p, 4) for p in stats.acceptance_at], "off_prediction": off}
-
-
-def case_of(row: Mapping[str, Any]) -> str:
-    """Return what a row measured: the file of its prompts, and their category."""
-    return row["prompts"] if row["category"] is None else f"{row['prompts']}: {row['category']}"

@@ -81,10 +81,6 @@ class Attention:
         self._dense = [(vars(m), "forward", partial(_with_mask, m.forward)) for m in sparse]
         self._dense += [(vars(m.indexer), "forward", _every_token) for m in sparse]
 
-    def expand_latents(self) -> None:
-        """Have modules expand latents to keys and values of each head from now on, as they do by themselves."""
-        self.expansions = {}
-
     def routed(self) -> AbstractContextManager[None]:
         """Route attention calls through our op within the context."""
         return self._answered(self._configs, route_attention)

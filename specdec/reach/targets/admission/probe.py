@@ -101,7 +101,7 @@ def probe(model: PreTrainedModel, keeps_latents: bool = True) -> ModelSpec:
     adapters = tuple(kind(model) for kind in ADAPTERS)
     attention, mixers = _of_kind(adapters, Attention), _of_kind(adapters, Mixers)
     if not keeps_latents:
-        attention.expand_latents()
+        attention.expansions = {}  # modules expand latents to keys and values of each head by themselves
     is_recurrent = bool(mixers.mixers)
     seen: list[Recording] = []
     try:

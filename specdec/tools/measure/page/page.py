@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from specdec.tools.measure.page.charts import Charts
 from specdec.tools.measure.page.kinds import KINDS, eager_section, kind_of
 from specdec.tools.measure.page.sections import Card, Section
-from specdec.tools.measure.rows import Record, Row, grouped, text, write_whole
+from specdec.tools.measure.rows import Record, Row, grouped, text
 from specdec.tools.measure.tables import Table
 
 MOST_CARDS = 6
@@ -21,12 +20,6 @@ KIND_NAMES = {
     "lossless": "Texts beside model.generate",
     "faults": "Random faults",
 }
-
-
-def write_page(records: Sequence[Record], path: Path) -> Path:
-    """Write the page of `records` to `path`, whole or not at all."""
-    write_whole(path, render(records))
-    return path
 
 
 def render(records: Sequence[Record]) -> str:
