@@ -228,6 +228,5 @@ def attention(
 
 
 def store(k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None = None) -> None:
-    """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool of the current context without attending. rope: see
-    `attention`."""
+    """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool in scope without attending. rope: see `attention`."""
     _SCOPE.get().store(k, v, layer_id, rope)

@@ -196,8 +196,7 @@ class FullCapture(Capture):
 
 
 def pick_capture(wanted: bool | None, device: torch.device, pool: GraphPool | None = None) -> Capture:
-    """Return the capture for `device`: on CUDA full, or eager if `wanted` is False; elsewhere recorded if True, else
-    eager."""
+    """Return the capture for `device`: on CUDA full, eager if `wanted` is False; elsewhere eager, recorded if True."""
     if wanted is False or (wanted is None and device.type != "cuda"):
         return EagerCapture()
     return FullCapture(device, pool) if device.type == "cuda" else RecordedCapture()

@@ -2,8 +2,7 @@
 
 In each head, a matrix maps a latent to the non-rotary columns of a key, and another to the value. These ops apply the
 first to queries in place of keys, and the second to attention outputs in place of values. K is summed in order and
-never split, so a row's bits do not depend on other rows. CUDA tensors in bf16 and fp16 run our kernels, others the
-torch twins.
+never split, so a row's bits do not depend on other rows. CUDA tensors in 16 bits run our kernels, others the twins.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Compares kernels of recurrent layers with their twins, at the sizes of a model's layers.
 
 Two requests are prefilled by chunks, one of them on top of a prefix, then again by a few tokens each, one by one; nodes
-come in two forwards, and a path of them is folded; a plain step follows. Each set of operations works on a pool of its
-own.
+come in two forwards, and a path of them is folded; a plain step follows. Each set of operations has a pool of its own.
 """
 
 from collections.abc import Callable

@@ -52,8 +52,7 @@ def _heads(spec: ScanSpec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _units(spec: ScanSpec, inputs: ScanInputs) -> tuple[ScanInputs, torch.Tensor | float]:
-    """Return inputs whose q and k need not be made units, with a key head each, and the factors of their outputs
-    [T, heads, 1].
+    """Return inputs whose q and k need not be made units, a key head each, and output factors [T, heads, 1].
 
     With c k for k, u = beta (v - S^T c k) writes what c u = beta c^2 (v / c - S^T k) writes under k.
     """

@@ -52,8 +52,7 @@ RecurrentSpec = ConvSpec | ScanSpec
 
 
 class ConvLayer(NamedTuple):
-    """state [num_rows + num_kept, kernel - 1, channels], oldest first; tail [num_rows, max_tail, channels]: inputs of
-    nodes."""
+    """state [num_rows + num_kept, kernel - 1, channels], oldest first; tail [num_rows, max_tail, channels]: by node."""
 
     spec: ConvSpec
     state: torch.Tensor

@@ -2,8 +2,7 @@
 
 Within the walk of the whole, an op stands for each of them; afterwards the layer's graph is written out in its place.
 So what follows sees one flat graph, and products and norms fuse across layers. Layers are of one kind if their classes,
-plain attributes, weights' shapes and arguments agree, and the two walks, with arguments of two numbers of tokens, give
-one graph.
+plain attributes, weights' shapes and arguments agree, and the two walks, of two numbers of tokens, give one graph.
 """
 
 from collections import defaultdict

@@ -74,8 +74,7 @@ def _kind(node: fx.Node) -> tuple[torch.dtype, torch.device, str]:
 
 
 class _Product(NamedTuple):
-    """A linear product: its number in the graph, its node, the argument positions of its weight (and bias), and the
-    weight."""
+    """A linear product: its number in the graph, node, argument positions of its weight (and bias), and the weight."""
 
     number: int
     node: fx.Node

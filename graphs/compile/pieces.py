@@ -256,8 +256,7 @@ def _start_workers(device: torch.device) -> None:
 
 
 def check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> None:
-    """Raise GraphError if the trace is correct only for some of the sizes. Dynamo would retrace for others; we bypass
-    it."""
+    """Raise GraphError if the trace is right for some sizes only: Dynamo would retrace for others, which we bypass."""
     size = sympy.Symbol("T", integer=True, positive=True)
     seen: set[Any] = {sympy.true}
     for guard in shape_env.guards if shape_env is not None else ():

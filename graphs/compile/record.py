@@ -120,8 +120,7 @@ class _Recorder(TorchFunctionMode):
         return fake
 
     def _result(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what the recording that is followed has here, if it is of this key and so were all before; else
-        make it."""
+        """Return what the followed recording has here, if it is of this key and so were all before; else make it."""
         known = next(self._followed, None)
         if known is None or known[0] != key:
             self._followed, known = iter(()), (key, make(), make)
@@ -205,8 +204,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _key(value: Any) -> Any:
-    """Return what tells an argument from others as far as results are described: tensors that are not fake by their
-    description."""
+    """Return what tells an argument from others, for what results depend on: tensors not fake by their description."""
     if isinstance(value, torch.SymInt):
         return value.node.expr
     if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):

@@ -1,7 +1,6 @@
 """Walks through a callable: one graph, with every tensor that it reads as an argument, for any number of tokens T.
 
-It is recorded where that can be; else Dynamo walks through its Python. Nothing is computed or compiled, and torch keeps
-nothing of it.
+It is recorded where that can be; else Dynamo walks through its Python. Nothing is computed, compiled, or kept by torch.
 """
 
 import secrets

@@ -30,8 +30,7 @@ def keys_of(tokens: np.ndarray, looks_ahead: int, adapter: int = 0) -> np.ndarra
     """Return the keys [n-1] int64 of all positions of `tokens` [n] int64 but the last: of an emitted token the K/V is
     not there yet, and the last one of a prompt is read in any case, for its logits.
 
-    looks_ahead: 1 if K/V depends on the next token as well, 0 if not. adapter: the number of what computes K/V, 0 for
-    the model itself.
+    looks_ahead: 1 if K/V depends on the next token as well, 0 if not. adapter: its number, 0 for none.
     """
     return (tokens[:-1] << 32 | tokens[1:] if looks_ahead else tokens[:-1]) | adapter << ADAPTER_BIT
 

@@ -15,8 +15,7 @@ from specdec.core.errors import CapacityError
 
 
 def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, page_size: int) -> None:
-    """Let `rows` [n] int64 of table [num_rows, width] int32 name the slots of `pages` [n, P] int64, and slot 0 past
-    them."""
+    """Let rows [n] of table [num_rows, width] int32 name the slots of `pages` [n, P], slot 0 past them; both int64."""
     slots = (pages.unsqueeze(2) * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
     missing = table.shape[1] - slots.shape[1]  # negative: the end of a last page that no position reaches
     table.index_copy_(0, rows, torch.nn.functional.pad(slots, (0, missing)).to(table.dtype))

@@ -19,8 +19,7 @@ from specdec.core.functional.verify import VerifyOutput
 
 
 class Assistant(Protocol):
-    """A live assistant. aux_layers: of the target, which it reads; num_layers: its own; state_size h_d: of its states;
-    vocab_size V."""
+    """A live assistant. aux_layers: of the target, that it reads; num_layers: its own; state_size h_d; vocab_size V."""
 
     model: nn.Module
     aux_layers: tuple[int, ...]

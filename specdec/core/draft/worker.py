@@ -103,8 +103,7 @@ class DraftParts:
 
 
 class Draft(NamedTuple):
-    """A worker's proposal: the nodes to verify, and q [bs, S, V] where a chain's tokens, or a tree's spine, were drawn
-    from it."""
+    """The proposed nodes, and q [bs, S, V] where a chain's tokens, or a tree's spine, were drawn from it."""
 
     tree: Tree
     probs: torch.Tensor | None
@@ -114,8 +113,7 @@ class Draft(NamedTuple):
 class PrefillChunk:
     """A packed piece of prompts for the draft. `next_ids` [T] holds the token AFTER each row (ids shifted left).
 
-    ids [T]: the rows' own; rows [n]: state rows of the requests; last_rows [n]: packed index of each request's last row
-    in this chunk.
+    ids [T]: the rows' own; rows [n]: state rows of the requests; last_rows [n]: packed indices of their last rows.
     """
 
     metadata: AttentionMetadata
@@ -165,8 +163,7 @@ class DraftWorker(ABC):
         """Return what `begin` takes of the states [T, h_d] of `chunk`; of a draft that does not prefill, those are the
         target's features [T, num_aux*h], None if it reads none.
 
-        run: runs the modules after the first, of a draft that has any. Returns a state [n, h_d] a request, or None if
-        h_d is 0.
+        run: runs the modules after the first, of a draft that has any. Returns states [n, h_d], None if h_d is 0.
         """
         return None
 

@@ -82,8 +82,7 @@ class Call:
 class Bell:
     """Wakes the tasks of one event loop that have news, all at once, then rests in proportion to the time they took.
 
-    News of the rest, such as several pieces of one text, is handled together, and the stepping thread has the GIL to
-    itself."""
+    News of the rest, such as several pieces of one text, is handled together, and the stepping thread has the GIL."""
 
     def __init__(self) -> None:
         self.due: deque[asyncio.Future[None]] = deque()

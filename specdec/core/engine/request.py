@@ -184,8 +184,7 @@ class Request:
         return self._text
 
     def _catch_up(self, is_over: bool) -> None:
-        """Decode tokens that have not been decoded. With stop strings `take` does that, unless an error ended the
-        request."""
+        """Decode the tokens left. With stop strings `take` does that, unless an error ended the request."""
         if self.detokenizer.stop_strings and not is_over:
             return
         tokens = self.tokens[self.detokenizer.num_fed :]

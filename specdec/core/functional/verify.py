@@ -81,9 +81,8 @@ def verify_spine(probs: Tensor, draft_probs: Tensor, tree: Tree, num_steps: int,
     """Sample from the target while walking down a tree with a `spine`, whose other nodes are point masses.
 
     The drawn child of a node of the spine is accepted as in `verify_chain`; at the first one that is not, its siblings
-    are tried on (p - q)+ as in `verify_tree`, which goes on from there. probs, uniforms: as there; draft_probs:
-    [bs, S, V], float, S >= num_steps, the laws that the spine was drawn from. Where q is not finite, its token counts
-    as a point mass.
+    are tried on (p - q)+ as in `verify_tree`, which goes on from there. probs, uniforms: as there; draft_probs: [bs, S,
+    V], float, S >= num_steps, the laws that the spine was drawn from. Where q is not finite, the token is a point mass.
     """
     return verify_tree(_left_by_spine(probs, draft_probs, tree, num_steps, uniforms), tree, num_steps, uniforms)
 

@@ -230,8 +230,7 @@ class MaskFeed:
         self._wait_s += time.perf_counter() - start
 
     def _count_late(self, first: int, last: int) -> float:
-        """Return and count the seconds that the device waited between two marks of the round before, which it has
-        passed or is about to."""
+        """Return, and count, the seconds that the device waited between two marks of the round before."""
         if not self._marks or not self._num_rounds:
             return 0.0
         self._marks[last].synchronize()
@@ -240,8 +239,7 @@ class MaskFeed:
         return waited_s
 
     def _fill(self, found: Found, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray) -> int:
-        """Write the masks of requests with a grammar to masks [n, D, W], which allow all; return places up to the last
-        with masks."""
+        """Write masks of requests with grammars to masks [n, D, W], which allow all; return places up to the last."""
         if _is_chain(parents[0]):
             self._run([partial(c.fill_chain, tokens[i], masks[i]) for c, i in found])
         else:
@@ -276,8 +274,7 @@ class MaskFeed:
         return last
 
     def _copy_masks(self, count: int) -> None:
-        """Copy the first `count` words of masks to the device, and those that the round before had there, beside the
-        verification."""
+        """Copy the first `count` words of masks, and those of the round before, beside the verification."""
         written, self._num_masked = max(count, self._num_masked), count
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
             self._masks[:written].copy_(self._host_masks[:written], non_blocking=True)

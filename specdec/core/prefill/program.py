@@ -69,8 +69,7 @@ class Programs:
     """The prefill programs of an engine: its target's, and one for each module of its draft, if that has layers.
 
     largest: tokens of the largest graph, 0 if there are none; interrupt: see `AttentionBridge`. features: rows from
-    which drafts read the target's hidden states; states: rows from which MTP modules after the first read the states of
-    the module before.
+    which drafts read the target's hidden states; states: rows that later MTP modules read.
     """
 
     def __init__(self, parts: Parts, largest: int, interrupt: Callable[[Callable[[], None]], None]):

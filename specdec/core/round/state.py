@@ -47,8 +47,7 @@ class EngineState:
         logprobs: tuple[int, int] | None = None,
         digests: int | None = None,
     ) -> "EngineState":
-        """All rows idle. width: positions that a request can reach; logprobs: S+1 and num_top, digests: S+1, if they
-        are computed."""
+        """All rows idle. width: positions of a request; logprobs: S+1 and num_top, digests: S+1, if computed."""
 
         def zeros() -> torch.Tensor:
             return torch.zeros(num_rows, dtype=torch.int64, device=device)

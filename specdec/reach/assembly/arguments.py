@@ -19,8 +19,7 @@ DEFAULT_MAX_SEQ_LEN = 2048
 
 
 def engine_config(target: PreTrainedModel, algo: str | None, settings: dict[str, Any]) -> EngineConfig:
-    """Return the config of an engine for `target`; algo: None for plain decoding. ValueError for settings that do not
-    go together."""
+    """Return an engine's config; algo: None for plain decoding. ValueError for settings that do not go together."""
     settings = dict(settings)
     if "max_seq_len" not in settings:
         limit, _ = position_limit(target.config.get_text_config())

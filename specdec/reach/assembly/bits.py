@@ -147,8 +147,7 @@ class _Forwards:
         within: AbstractContextManager[Any] = NOTHING,
         words: int = 0,
     ) -> Rows:
-        """Return logits of a round's verify, [bs * width, V], or its last hidden states; nodes of `path` have the
-        texts' next tokens."""
+        """Return a verify's logits [bs * width, V], or last hidden states; the nodes of `path` have the next tokens."""
         self._reach(rows, starts)
         where = self._tensor(rows), self._tensor(starts)
         tree = sample_tree(Tail(width, words), self._table.device)

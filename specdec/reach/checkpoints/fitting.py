@@ -64,8 +64,7 @@ def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
 
 
 def full_vocab_problems(d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> list[str]:
-    """List problems of d2t and t2d of a head that scores all V tokens: d2t must be zero or give a permutation, t2d all
-    or no ids."""
+    """List problems of d2t and t2d of a head that scores all V tokens: d2t zero or a permutation, t2d all or no ids."""
     problems = []
     marked = 0 if t2d is None else int((t2d != 0).sum())
     if t2d is not None and 0 < marked < t2d.numel():

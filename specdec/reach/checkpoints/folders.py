@@ -32,8 +32,7 @@ def local_path(path_or_id: Any) -> Path:
 
 def locate(path_or_id: str | Path, weights: tuple[str, str] = (WEIGHTS, LEGACY_WEIGHTS)) -> tuple[Path, str | None]:
     """Find a checkpoint: (folder, None), or (Hub snapshot, repository id). A snapshot has the repository's JSON files,
-    and a file of `weights` unless they are sharded. CheckpointError if there is no such folder and the Hub does not
-    serve it."""
+    and a file of `weights` unless they are sharded. CheckpointError if neither disk nor Hub has it."""
     path = local_path(path_or_id)
     if path.is_dir():
         return path, None

@@ -79,8 +79,7 @@ def _kinds_of(described: dict[str, Any]) -> set[str]:
 
 
 def _byte_names() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE (GPT-2): printable ones are themselves, the others follow
-    U+0100 in order."""
+    """Return the byte of each character of byte-level BPE (GPT-2): printable ones stay, others follow U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

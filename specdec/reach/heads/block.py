@@ -22,8 +22,7 @@ class BlockConfig:
     layer: the shape of each of `num_layers`. target_hidden_size h, vocab_size V: the target's; draft_vocab_size dv:
     tokens that the head scores. block_size, mask_token_id, causal, predicts_next: see `BlockDraftHead`.
     has_mask_embedding: masked rows have an embedding of their own. markov_rank r, markov_gated: see `MarkovHead`; rank
-    0: no Markov term. own_embedding [V, h_d], own_head [dv, h_d]: True if the head has its own, False if it uses the
-    target's.
+    0: no Markov term. own_embedding [V, h_d], own_head [dv, h_d]: whether the head has its own, or uses the target's.
     """
 
     layer: LayerConfig

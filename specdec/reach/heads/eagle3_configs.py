@@ -131,8 +131,7 @@ def inexpressible(c: Eagle3Config) -> list[str]:
 
 
 def official_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
-    """Return config.json of the official EAGLE-3 layout, like SpecForge's. ValueError names the features that it cannot
-    express."""
+    """Return config.json of the official EAGLE-3 layout, like SpecForge's. ValueError names what it cannot express."""
     flags = inexpressible(c)
     if flags:
         raise ValueError(f"the official EAGLE-3 layout cannot express {', '.join(flags)}; keep it in speculators'")

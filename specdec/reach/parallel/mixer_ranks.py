@@ -62,8 +62,7 @@ class SharedMixers(Changes):
         self.on_restore(self.parts.clear)
 
     def replace_weight(self, name: str, module: nn.Module, key: str, own: torch.Tensor) -> None:
-        """Replace the parameter `key` of `module` by `own`, `name` in all; a checkpoint that is saved
-        meanwhile has what was there."""
+        """Replace parameter `key` of `module` by `own`, `name` in all; checkpoints saved meanwhile hold the old one."""
         kept = module.get_parameter(key)
         whole = self.wholes.get(kept, kept)
         module._parameters[key] = new = nn.Parameter(own, requires_grad=kept.requires_grad)

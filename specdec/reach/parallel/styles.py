@@ -69,8 +69,7 @@ def is_summed(module: nn.Module) -> bool:
 
 
 def part_forward(module: nn.Module, size: int) -> Forward | None:
-    """Return a forward whose results on `size` ranks add up to what the plain one of `module` gives; None if that does
-    not end in a sum."""
+    """Return a forward whose results on `size` ranks add up to that of `module`; None if that does not end in a sum."""
     forward: Any = vars(module).get("forward")
     kind = forward.func if isinstance(forward, partial) else None
     if kind is _summed:

@@ -49,8 +49,7 @@ def _exclusive(module: nn.Module, turns: AbstractContextManager[Any]) -> Callabl
 
 @contextmanager
 def answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Make calls of `module` in this thread return `output` within the context, whatever the arguments, without running
-    its hooks."""
+    """Make this thread's calls of `module` return `output` within the context, whatever is given; no hooks run."""
     me, this, before = threading.get_ident(), weakref.ref(module), vars(module).get(_CALL)
 
     def answer(*args: Any, **kwargs: Any) -> Any:

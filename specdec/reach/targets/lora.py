@@ -27,8 +27,7 @@ MERGED = "is merged into the model's weights; call unmerge_adapter() first"
 
 
 class Stack(NamedTuple):
-    """The matrices of all adapters for one layer, 0 of those that leave it alone: a [n, R, K], b [n, N, R], scales [n]
-    float32."""
+    """All adapters' matrices for a layer, 0 where they leave it alone: a [n, R, K], b [n, N, R], scales [n] float32."""
 
     a: torch.Tensor
     b: torch.Tensor

@@ -68,8 +68,7 @@ class BenchGrammar(OnTarget, Recorded):
 
 
 def _is_wrong(row: Row, is_exact: bool) -> bool:
-    """Return whether a row says that something is wrong. In less than float32, plain rounds may round otherwise than
-    the live model."""
+    """Return whether a row says that something is wrong; below float32 plain rounds may round unlike the live model."""
     if "speed" in row:
         return False
     must_equal = "equal" in row and (row["steps"] > 0 or is_exact)

@@ -185,8 +185,7 @@ def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> 
 
 
 def verify_remark(cost: VerifyCost, break_even: float) -> str:
-    """Say what a verify of a mixture of experts reads, and whether any draft can pay. break_even: tau at which this
-    one does, by bytes."""
+    """Say what a verify of a mixture of experts reads, and whether drafts can pay. break_even: this draft's tau."""
     experts = cost.experts
     what = (
         f"a verify of {cost.num_nodes} tokens reads {cost.distinct:.1f} of {experts.num_experts} experts a layer "

@@ -62,8 +62,7 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """Rows in which the draft's argmax is the target's. right [NUM_STEPS, num_rows] bool: at step 1, and at step 2
-    after a true token."""
+    """Rows where the draft's argmax is the target's. right [NUM_STEPS, num_rows] bool: step 2 follows a true token."""
 
     right: torch.Tensor
 

@@ -139,8 +139,7 @@ def mask_costs(before: Row, after: Row) -> dict[str, float]:
 
 @torch.inference_mode()
 def _is_plain(model: Any, compiled: CompiledGrammar, out: RequestOutput) -> bool:
-    """Return whether each token is the best of the model's logits that the grammar allows: plain constrained decoding
-    gives this text."""
+    """Return whether each token is the model's best that the grammar allows, as plain constrained decoding gives."""
     ids = torch.tensor([out.prompt_ids + out.tokens[:-1]], device=model.device)
     logits = model(ids, logits_to_keep=len(out.tokens)).logits.float()
     matcher, masks = compiled.matcher(), np.zeros((len(out.tokens), -(-logits.shape[-1] // 32)), np.int32)

@@ -1,7 +1,6 @@
 """Load for an OpenAI-compatible server: requests of random lengths, by clients that ask again and again or by chance.
 
-Clients are processes of their own, so that they take nothing from a server in this one, and import nothing of the
-engine.
+Clients are processes of their own, so that they take nothing from a server in this one, nor import the engine.
 
 Lengths of prompts and texts are drawn from lognormal laws, each request's from its own number, so that runs compare.
 The default means, 161 and 338 tokens, are those of ShareGPT (vLLM, arXiv 2309.06180, section 6.1); its long tail is
@@ -40,8 +39,7 @@ class Load:
 
     seconds: of the window that is measured, after `warm_up`. spread: 0 for texts of equal lengths. longest: tokens of
     prompt and text together. vocab: prompts are token ids below it; None: text. does_harm: clients also leave in the
-    middle of a text, and send what is refused. first, step: numbers of the requests, of which each process sends its
-    own.
+    middle of a text, and send what is refused. first, step: numbers of the requests that each process sends.
     """
 
     url: str

@@ -142,8 +142,7 @@ def timed(way: Way, task: Task, prompts: list[list[int]]) -> tuple[Row, list[lis
 
 
 def ways(task: Task) -> Iterator[Way]:
-    """Yield plain `generate` first, which the others' texts are compared with, then engines: a run that is cut short
-    has both."""
+    """Yield plain `generate` first, whose texts others are compared with, then engines: a run cut short has both."""
     yield Way("generate", HF, partial(_generate, task))
     yield Way("specdec, no draft", "specdec", partial(_engine, task, None, None))
     if task.algo is not None:

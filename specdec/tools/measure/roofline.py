@@ -32,8 +32,7 @@ FLOPS_PER_MS = 0.79e12  # dense bf16 products of an H200, as measured for 2048 r
 
 @dataclass(frozen=True)
 class NumWeights:
-    """Parameters of the products of a forward, on one rank. dense: those that every token meets, the output head among
-    them."""
+    """Parameters of a forward's products, on one rank. dense: what every token meets, the output head among them."""
 
     dense: int
     head: int
@@ -71,8 +70,7 @@ class ShapeFloors:
         return round(num_bytes / COPY_BYTES_PER_MS, 3)
 
     def token_ms(self, steps: int, width: int, batch: int, context: float, tau: float) -> float:
-        """ms a token of the slower of reading, weights, states and the KV of the mean context, and multiplying `width`
-        rows."""
+        """ms a token: the slower of reading (weights, states, KV of the mean context) and multiplying `width` rows."""
         kept = batch * (context * self.kv_bytes + 2 * self.state_bytes)
         reading = self.round_ms(steps, batch * width, batch) + kept / COPY_BYTES_PER_MS
         products = 2 * self.target.read() * batch * width / FLOPS_PER_MS

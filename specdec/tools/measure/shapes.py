@@ -237,8 +237,7 @@ def make_nextn(model: Any) -> NextNHead:
 
 
 def make_block(shape: str, model: Any, ids: torch.Tensor, num_layers: int) -> BlockHead:
-    """Make a block head of so many layers with random weights for `model`, which drafts tokens of `ids`, as `make_head`
-    has them."""
+    """Make a random block head of so many layers for `model`, which drafts tokens of `ids`, as `make_head` has them."""
     config = block_head_config(shape, model, num_layers, len(ids))
     hot_ids = ids[torch.randperm(len(ids))][: config.draft_vocab_size].sort().values
     return new_block(model, config, hot_ids.to(model.device), seed=0).to(model.dtype).eval().requires_grad_(False)

@@ -241,8 +241,7 @@ def draft_states(
 def scored_rows(
     head: DraftHead, states: torch.Tensor, tokens: torch.Tensor, output: OutputHead
 ) -> tuple[torch.Tensor, OutputHead]:
-    """Return what to multiply for the logits of normed states [N, h_d], after tokens [N]: a Markov term is further
-    columns of both."""
+    """Return what to multiply for logits of normed states [N, h_d], after tokens [N]: a Markov term adds columns."""
     if not isinstance(head, BlockDraftHead) or head.markov is None:
         return states, output
     ids = torch.arange(output.weight.shape[0], device=states.device)

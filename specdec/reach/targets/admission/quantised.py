@@ -75,8 +75,7 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def has_blocks(module: Any) -> bool:
-    """Return whether all weights of an FP8 module of transformers are in blocks that `specdec::quantise` makes rows
-    for."""
+    """Return whether all weights of a transformers FP8 module are in blocks that `specdec::quantise` makes rows for."""
     weights = [p for p in module.parameters(recurse=False) if p.dtype == DTYPE]
     scales = [p for name, p in module.named_parameters(recurse=False) if name.endswith("_scale_inv")]
     is_ours = module.activation_scheme == "dynamic" and all(scale.dtype == torch.float32 for scale in scales)
