@@ -149,8 +149,7 @@ def _check_lengths(rows: torch.Tensor, starts: Sequence[int], q_lens: Sequence[i
 
 
 def slots_at(slot_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the KV slots [bs, n] int64 of `positions` [bs, n] in `rows` [bs], both int64. Positions outside a row are
-    clamped to its ends."""
+    """Return the KV slots [bs, n] of `positions` [bs, n], clamped to the row, in `rows` [bs]; all int64."""
     return slot_table[rows.unsqueeze(1), positions.clamp(0, slot_table.shape[1] - 1)].long()
 
 

@@ -192,8 +192,7 @@ class Core:
             self.scheduler.admit()
 
     def _undo(self) -> None:
-        """Take requests back to before the first token that their grammar forbids; results that are still on their way
-        for them are dropped."""
+        """Take requests back to before the first token that their grammar forbids; results on the way are dropped."""
         if self.delivery.undone:
             self.delivery.read(0)
             self.launcher.rewind([r for r in self.delivery.undone if r.is_running])

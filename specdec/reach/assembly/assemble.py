@@ -241,8 +241,7 @@ def _context(
     row_states: tuple[LayerState, ...] = (),
     shared: KVPool | None = None,
 ) -> ForwardContext:
-    """Make a backend that is ready for a model's layers, and their K/V pool under the slots of `tables`, unless they
-    read one that they share."""
+    """Make a ready backend for a model's layers, and their K/V pool under the slots of `tables`, unless shared."""
     backend, device = kind(), tables.table.device
     backend.prepare_for(model.layers, model.dtype, device, mask_words)
     pool = shared or KVPool([layer.shape for layer in model.layers], tables.total_slots, model.dtype, device)

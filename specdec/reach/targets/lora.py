@@ -142,8 +142,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _loaded(model: PreTrainedModel, stack: nn.Module, name: str) -> dict[nn.Module, LowRank]:
-    """Return what the adapter `name`, which PEFT has loaded in `model`, adds to its layers; ValueError if it is more
-    than LoRA on linear layers."""
+    """Return what PEFT's adapter `name` adds to layers of `model`; ValueError if it is not just LoRA on linear ones."""
     layers: dict[str, Any] = {path: m for path, m in model.named_modules() if _is_lora(m)}
     if not any(name in m.lora_A or name in getattr(m, "lora_embedding_A", ()) for m in layers.values()):
         known = dict.fromkeys(n for m in layers.values() for n in m.lora_A)

@@ -15,8 +15,7 @@ HOLDER = "_specdec_engine"  # of the engine that custom_generate=FOLDER has left
 
 
 class Mark:
-    """Marks a module with the target it belongs to. It holds a weak reference, and a copy of it is empty: copies of a
-    model are not part of the engine."""
+    """Marks a module with its target, by a weak reference; a copy is empty: copies of a model are not of the engine."""
 
     def __init__(self, owner: "HFTarget | None" = None):
         self._owner = None if owner is None else weakref.ref(owner)

@@ -118,8 +118,7 @@ class Letters:
 
 
 def soaked(engine: Engine, pid: int, send: Callable[[], Row]) -> Row:
-    """Return the row of a soak that `send` sends: memory before and after, and pages once nothing is left to do. pid:
-    of the API server's process."""
+    """Return the row of a soak that `send` sends: memory before and after, and pages at the end. pid: the server's."""
     before = held_mib(pid)
     sent = send()
     row: Row = {

@@ -137,8 +137,7 @@ class Latency(Timing):
         return "tiny" if check_shape(self.shape).startswith("tiny") else "small"
 
     def _real_subject(self, device: str) -> tuple[Timed, int | None]:
-        """Load a target with its draft. Prompts are questions in its chat template, of which the longest one's length
-        is returned, too, or random ids."""
+        """Load target and draft. Prompts: chat questions, of which the longest's length is returned, or random ids."""
         questions = None if self.prompts is None else read_questions(self.prompts, self.limit)
         source, algo = draft_of(named_draft(self.draft, self.target))
         model, own = load(self.target or BUNDLED, self.dtype, device)

@@ -64,8 +64,7 @@ class TeacherOutput(NamedTuple):
 
 
 class Teacher:
-    """The frozen target as a teacher. aux_layers: layers whose output is read, ascending, or (LAST,), or none.
-    ValueError for other layers."""
+    """The frozen target. aux_layers: layers whose output is read, ascending, or (LAST,), or none, else ValueError."""
 
     def __init__(self, model: PreTrainedModel, aux_layers: Sequence[int]):
         last = TargetShape.of(model).num_layers - 1

@@ -35,8 +35,7 @@ class PrimitiveCall:
 
 @dataclass(frozen=True)
 class Mixer:
-    """A recurrent module, named `name` in its model, its primitives in the order of their first call, and its methods
-    bound to them, by name."""
+    """A recurrent module called `name`, its primitives in the order of first calls, and its methods bound to them."""
 
     name: str
     module: nn.Module

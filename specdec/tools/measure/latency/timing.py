@@ -107,8 +107,7 @@ def idle_share(engine: Engine, prompt: list[int]) -> dict[str, Any]:
 
 
 def idle_between(events: list[dict[str, Any]], num_rounds: int) -> dict[str, Any]:
-    """Return the gaps between the last `num_rounds` graph launches of a chrome trace, each of which is a round: those
-    before are the prefill's."""
+    """Return the gaps between the last `num_rounds` graph launches of a chrome trace, which are the rounds."""
     calls = (e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver"))
     launches = sorted((e["ts"], e["args"]["correlation"]) for e in calls if "GraphLaunch" in e["name"])
     rounds = {correlation for _, correlation in launches[-num_rounds:]}
