@@ -27,12 +27,7 @@ class AttentionBridge:
     """
 
     def __init__(
-        self,
-        context: ForwardContext,
-        max_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        interrupt: Interrupt,
+        self, context: ForwardContext, max_tokens: int, dtype: torch.dtype, device: torch.device, interrupt: Interrupt
     ):
         def buffers(shapes: set[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
             return {shape: torch.zeros(max_tokens, *shape[:2], dtype=dtype, device=device) for shape in sorted(shapes)}

@@ -99,13 +99,7 @@ class ForwardContext:
         self.backend.store(call, self.backend.planned.out_cache_loc if slots is None else slots)
 
     def call(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        layer_id: int,
-        rope: AnyRope | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int, rope: AnyRope | None
     ) -> AttentionCall:
         """Return the AttentionCall of one layer; ValueError for a layer_id that is not in `layers`."""
         if not 0 <= layer_id < len(self.layers):

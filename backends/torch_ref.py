@@ -124,12 +124,7 @@ def _ragged_rows(m: AttentionMetadata, device: torch.device) -> tuple[torch.Tens
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
-    layer: LayerSpec,
-    sinks: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: LayerSpec, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """q [bs, q, Hq, qk_dim], k/v [bs, Hkv, kv, dim], mask [bs, q, kv] bool: [bs, q, Hq, v_dim].
 

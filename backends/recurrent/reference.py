@@ -13,13 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.backends.recurrent.convolution import (
-    conv_extend,
-    conv_step,
-    conv_tail,
-    fold_conv,
-    from_start,
-)
+from specdec.backends.recurrent.convolution import conv_extend, conv_step, conv_tail, fold_conv, from_start
 from specdec.backends.recurrent.state_pool import (
     EPS,
     ConvLayer,
@@ -105,11 +99,7 @@ def _read(
 
 
 def run_nodes(
-    spec: ScanSpec,
-    inputs: ScanInputs,
-    state: torch.Tensor,
-    old: Nodes,
-    sees: torch.Tensor,
+    spec: ScanSpec, inputs: ScanInputs, state: torch.Tensor, old: Nodes, sees: torch.Tensor
 ) -> tuple[torch.Tensor, Nodes]:
     """Run new nodes that follow `old` ones after state [bs, heads, k_dim, v_dim]; sees [bs, q, old and new].
 

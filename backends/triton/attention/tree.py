@@ -14,14 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.base import LayerSpec
-from specdec.backends.triton.attention.blocks import (
-    MASS,
-    empty_state,
-    fold,
-    query_tile,
-    result_of,
-    take_block,
-)
+from specdec.backends.triton.attention.blocks import MASS, empty_state, fold, query_tile, result_of, take_block
 from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
 from specdec.backends.triton.attention.partials import Partials, fold_chunks, load_state
 from specdec.backends.triton.attention.plan import SplitPlan

@@ -173,10 +173,7 @@ def verify_tree(
 
 
 def verify_chain(
-    probs: torch.Tensor,
-    draft_probs: torch.Tensor,
-    tokens: torch.Tensor,
-    uniforms: torch.Tensor,
+    probs: torch.Tensor, draft_probs: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor
 ) -> VerifyOutput:
     """Verify a chain that was sampled from draft_probs. Returns as verify_greedy.
 

@@ -37,13 +37,7 @@ class SteppingWorker(DraftModelWorker):
     is_fed_states = True
 
     def __init__(
-        self,
-        parts: DraftParts,
-        *,
-        hot_ids: torch.Tensor,
-        vocab_size: int,
-        state_size: int,
-        dtype: torch.dtype,
+        self, parts: DraftParts, *, hot_ids: torch.Tensor, vocab_size: int, state_size: int, dtype: torch.dtype
     ):
         """state_size: h_d; vocab_size V: the target's."""
         ahead = 1 - parts.spec.id_shift

@@ -121,12 +121,7 @@ def assemble(
 
 
 def _assemble(
-    target: HFTarget,
-    config: EngineConfig,
-    draft: Draft | None,
-    algo: str | None,
-    tokenizer: Any,
-    ranks: Ranks | None,
+    target: HFTarget, config: EngineConfig, draft: Draft | None, algo: str | None, tokenizer: Any, ranks: Ranks | None
 ) -> tuple[Core, str, str]:
     device = target.device
     grammars = _grammars(config, target, tokenizer, ranks)

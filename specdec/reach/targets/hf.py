@@ -62,10 +62,7 @@ class HFTarget:
     lora: Lora | None = None
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        join: Callable[[Communicator], None] | None = None,
-        keeps_latents: bool = True,
+        self, model: PreTrainedModel, join: Callable[[Communicator], None] | None = None, keeps_latents: bool = True
     ):
         """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other.
 

@@ -58,11 +58,7 @@ class Texts(NamedTuple):
 
 
 def run(
-    model: Any,
-    prompts: Sequence[list[int]],
-    drafts: Mapping[str, tuple[Any, str | None]],
-    plan: Plan,
-    **settings: Any,
+    model: Any, prompts: Sequence[list[int]], drafts: Mapping[str, tuple[Any, str | None]], plan: Plan, **settings: Any
 ) -> Iterator[dict[str, Any]]:
     """Yield a row a comparison. drafts: by name, draft and algo as `attach` takes them; settings: of every engine."""
     longest = max(map(len, prompts)) + plan.max_new_tokens
