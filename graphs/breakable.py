@@ -49,7 +49,6 @@ class Breakable(Capture):
             raise GraphError("a capture within a capture or break: breakable graphs do not nest; end that one first")
 
     def _run(self, body: Body, on_break: Callable[[Break], None]) -> Any:
-        """Run `body` and pass its breaks to `on_break`."""
         self._thread.on_break = on_break
         try:
             return body()

@@ -101,7 +101,6 @@ def unpack_mxfp4(words: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(words: torch.Tensor, by: int) -> torch.Tensor:
-    """Return int32 words rotated to the left."""
     return words << by | words >> (32 - by) & (1 << by) - 1
 
 

@@ -92,7 +92,6 @@ class Delivery:
 
 
 def _end_dead(request: Request) -> None:
-    """End a request whose grammar allows no further token."""
     assert request.constraint is not None
     request.finish_reason = "dead_end"
     tokens = len(request.tokens)

@@ -138,7 +138,6 @@ class MaskFeed:
         return True
 
     def _advise(self, num_steps: int) -> None:
-        """Write the guide of the drafts."""
         num = len(self._requests)
         masks = self._host_first[:num]  # its last copy is done, as in `fill`
         forced: list[list[int]] = [[] for _ in range(num)]
@@ -224,7 +223,6 @@ class MaskFeed:
             self._marks[which].record()
 
     def _wait(self, event: torch.cuda.Event) -> None:
-        """Wait for the device, and count the time."""
         start = time.perf_counter()
         event.synchronize()
         self._wait_s += time.perf_counter() - start

@@ -254,7 +254,6 @@ def _end(tokens: Sequence[int], ends: Set[int]) -> int:
 
 
 def _children(parents: Sequence[int]) -> list[list[int]]:
-    """Return the children of each node of a tree."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], 1):
         children[parent].append(node)

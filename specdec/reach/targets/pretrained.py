@@ -189,7 +189,6 @@ def no_foreign_code(source: str) -> Iterator[None]:
 
 
 def _tokenizer_files(source: str) -> list[str]:
-    """List the files of a tokenizer in a folder or a Hub repository."""
     if Path(source).is_dir():
         return [name for name in TOKENIZER_FILES if (Path(source) / name).is_file()]
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}

@@ -105,7 +105,6 @@ class Acceptance(OnTarget, Recorded):
         self.finish({"rows": self.record(file, measured(), _line)}, file.name)
 
     def _questions(self, text: str) -> list[Question]:
-        """Return the questions of a set or of a file."""
         if text not in sets():
             return read_file(text, self.limit)
         if self.data is None:

@@ -141,7 +141,6 @@ class Lossless(Checking):
 
 
 def _line(row: Row) -> str:
-    """Say a row of `Lossless` in short."""
     what = [str(row[key]) for key in ("check", "draft", "num_steps", "topk", "way", "batch") if key in row]
     differ = f", {row['logits_differ']:,} rows of logits differ" if "logits_differ" in row else ""
     return f"{' '.join(what)}: {row['equal']} of {row['compared']} texts equal{differ}, {row['seconds']} s"

@@ -76,7 +76,6 @@ def _is_wrong(row: Row, is_exact: bool) -> bool:
 
 
 def _checked(row: Row) -> str:
-    """Say a row of checks in short."""
     what = f"{DraftShape.of(row)} batch {row['batch']} T={row['temperature']:g}"
     equal = f", {row['equal']} of {row['compared']} equal to plain decoding" if "equal" in row else ""
     bits = f", {row['same_bits']} by bits" if "same_bits" in row else ""
@@ -85,7 +84,6 @@ def _checked(row: Row) -> str:
 
 
 def _timed(row: Row) -> str:
-    """Say a timed row in short."""
     ratio = f", {row['tokens_per_s_of_text']:.2f} of free text's" if "tokens_per_s_of_text" in row else ""
     what = f"{DraftShape.of(row)} batch {row['batch']} {row['speed']}: {row['tokens_per_s']:.0f} tokens/s{ratio}"
     masks = f"; masks {row['mask_ms']:.2f} ms, {row['late_ms']:.2f} late" if "mask_ms" in row else ""

@@ -111,7 +111,6 @@ def _taus(text: str) -> tuple[float, ...]:
 
 
 def _line(row: Row) -> str:
-    """Say a row in short."""
     if row["what"] == "policy_summary":
         return f"least: {row['least_of_plain']} of plain, {row['least_of_best']} of the best; {row['mean_of_each']}"
     where = f"{row['batch']} x {row['prompts']}" if "prompts" in row else f"{row['batch']} x {row['context']} tokens"

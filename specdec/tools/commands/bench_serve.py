@@ -87,7 +87,6 @@ class BenchServe(WithDraft, Recorded):
             self.finish({"rows": self.record(file, measured(), _line)}, file.name)
 
     def _engine(self) -> Engine:
-        """Attach what is served."""
         settings: dict[str, Any] = {"max_batch": self.max_batch, "max_seq_len": self.max_seq_len}
         if self.shape is None:
             model, tokenizer = self.load()

@@ -125,7 +125,6 @@ def _pace(played: GenerationOutput, plain: GenerationOutput, round_ms: float, pl
 
 
 def _differences(played: GenerationOutput, plain: GenerationOutput) -> list[str]:
-    """Return a remark if texts of rounds differ from plain decoding."""
     differing = sum(a != b for a, b in zip(played.tokens, plain.tokens, strict=True))
     if not differing:
         return []

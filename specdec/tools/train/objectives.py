@@ -212,7 +212,6 @@ class HeadObjective(Objective):
         return {**reads, **{name: list(p.shape) for name, p in head.named_parameters()}}
 
     def _noisy(self, features: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-        """Add uniform noise within ±feature_noise."""
         if not self.config.feature_noise:
             return features
         noise = torch.empty_like(features).uniform_(-1, 1, generator=random)

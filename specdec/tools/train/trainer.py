@@ -170,7 +170,6 @@ class Trainer:
         return self.batches.build(self._plan[self.cursor - 1])
 
     def _seed(self, count: int) -> int:
-        """Return a seed for epoch or step number `count`."""
         return int(np.random.SeedSequence([self.config.seed, count]).generate_state(1)[0])
 
     def _identity(self) -> dict[str, Any]:

@@ -133,7 +133,6 @@ class Run:
         }
 
     def _key(self, mode: str, draft: DraftShape, cell: Cell) -> Row:
-        """Return the keys that every row has."""
         shared: Row = {"tp": self.subject.ranks} if self.subject.ranks > 1 else {}
         if draft.steps and self.subject.is_random and self.subject.algo != "eagle3":
             shared["algo"] = self.subject.algo
