@@ -228,10 +228,9 @@ class Constraint:
         self._guide = [*forced], mask.copy()
 
     def _fill(self, mask: np.ndarray, depth: int) -> bool:
-        return self.matcher.fill(mask) and self._goes_on(mask, depth)
-
-    def _goes_on(self, mask: np.ndarray, depth: int) -> bool:
-        """Have the mask after `depth` more tokens name the request's EOS ids; return whether its law leaves a token."""
+        """Write the mask after `depth` more tokens, with the request's EOS ids; return whether its law leaves one."""
+        if not self.matcher.fill(mask):
+            return False
         self._rename(mask)
         if depth >= self._num_before_eos:
             return True

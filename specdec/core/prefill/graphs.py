@@ -98,8 +98,7 @@ class PrefillGraphs:
         if embedded is not None:
             return self._embedded(metadata, embedded)
         inputs = _inputs(metadata, ids)
-        hidden, aux = self.target_runner(metadata.mode, ids.shape[0], inputs, metadata=metadata)
-        return hidden, aux
+        return self.target_runner(metadata.mode, ids.shape[0], inputs, metadata=metadata)
 
     def _embedded(self, metadata: AttentionMetadata, chunk: EmbeddedChunk) -> tuple[torch.Tensor, torch.Tensor | None]:
         self._counters.count_eager(self.target_runner.runner.name, "prompts with images: the live layers read them")

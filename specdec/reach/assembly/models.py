@@ -36,7 +36,6 @@ class HFModels:
             self.compile_seconds = time.perf_counter() - start
 
     def share(self, turns: AbstractContextManager[Any], is_baked: bool) -> None:
-        """Let other callers wait for `turns`, and watch weights."""
         models = [m for m in (self._target.model, self._worker.module) if m is not None]
         self._callers = ExitStack()
         for model in models:

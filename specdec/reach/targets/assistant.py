@@ -79,32 +79,26 @@ class Assistant:
 
     @property
     def state_size(self) -> int:
-        """h_d, the width of its states."""
         return self.shape.hidden_size
 
     @property
     def vocab_size(self) -> int:
-        """V, which is the target's."""
         return self.shape.vocab_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights."""
         return self.model.pre_projection.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of its weights."""
         return self.model.pre_projection.weight.device
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """Route its attention to us within the context."""
         with self._views.shown(), evaluating(self.model, self._modules):
             yield
 
     def step(self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return own states [N, h_d] of embeds and states [N, h] at `positions` [N] int64; needs `routed`."""
         given = self.model.pre_projection(torch.cat([embeds, states], 1)).unsqueeze(1)
         out = self.model.model(
             inputs_embeds=given,
@@ -117,7 +111,6 @@ class Assistant:
         return out.last_hidden_state[:, 0]
 
     def widened(self, states: torch.Tensor) -> torch.Tensor:
-        """Map own states [N, h_d] to the target's width [N, h]."""
         return self.model.post_projection(states)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,6 @@ class HFTarget:
         return replace(TargetShape.of(self.model), comm=self.comm)
 
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
-        """Run one packed forward of input_ids [T]: layers and head."""
         with forward_context(context, metadata):
             rotary = metadata.positions if metadata.rotary is None else metadata.rotary
             hidden, aux = self.layers(metadata.mode, input_ids, rotary)

@@ -27,7 +27,7 @@ SHARED = "each rank has copies of its part, by heads, which stay as they were"
 
 
 class Weights:
-    """Those of a target and of its draft's module, if it has one. is_baked: whether graphs or compiled layers exist."""
+    """Weights of a target and its draft; see `core.target.LiveModels`. is_baked: graphs or compiled layers exist."""
 
     def __init__(self, target: HFTarget, draft: nn.Module | None, is_baked: bool):
         self._target, self._is_baked = target, is_baked
@@ -43,10 +43,7 @@ class Weights:
         self.close = self._watch.close
 
     def follow(self) -> bool:
-        """Return whether what the models compute has changed since the last call, so that kept K/V is of another model.
-
-        GraphError where the engine cannot follow the change; undoing the change cures it.
-        """
+        """See `LiveModels.follow`; undoing a refused change cures it."""
         changes = self._watch.changes()
         refused = [(change, why) for change in changes if (why := self._why_refused(change))]
         if refused:
@@ -63,12 +60,10 @@ class Weights:
         return bool(changes)
 
     def reread(self) -> None:
-        """Copy again what is kept of weights elsewhere, as after a change that `follow` does not notice."""
         if self._target.lora is not None:
             self._target.lora.refresh()
 
     def has_changed(self) -> bool:
-        """Return whether `follow` would return True, or raise."""
         return bool(self._watch.changes())
 
     def _why_refused(self, change: Change) -> str:
