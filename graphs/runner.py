@@ -204,8 +204,7 @@ class GraphRunner:
         return self._found[size, variant]
 
     def _bound_body(self, key: ShapeKey) -> Callable[[], Any]:
-        views = self._buffers.views(key.size)
-        return partial(self._body, key.variant, **views)
+        return partial(self._body, key.variant, **self._buffers.views(key.size))
 
     def _size_of(self, inputs: Mapping[str, torch.Tensor | None]) -> int:
         for name, spec in self._buffers.specs.items():

@@ -268,8 +268,7 @@ class Engine:
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Drop `requests`, whatever their state, and free their KV slots."""
-        core = self._attached()
-        core.abandon([r for r in requests if r.finish_reason is None])
+        self._attached().abandon([r for r in requests if r.finish_reason is None])
 
     def install(self, on_unsupported: str = "raise") -> ExitStack:
         """Let the attached model's own `generate` decode with this engine: for pipelines, streamers, evaluation code.
@@ -279,8 +278,7 @@ class Engine:
         ValueError, or with on_unsupported="fallback" is decoded by transformers, with a warning. `uninstall`, `detach`
         or the end of `with engine.install():` undoes it.
         """
-        undo = install(self, on_unsupported)
-        self._installed.callback(undo)
+        self._installed.callback(install(self, on_unsupported))
         leave = ExitStack()
         leave.callback(self.uninstall)
         return leave

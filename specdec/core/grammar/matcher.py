@@ -105,8 +105,7 @@ class Constraint:
             if parents[node] == path[-1] and tokens[node] == choices[path[-1]]:
                 path.append(node)
         chosen = [choices[node] for node in path]
-        end = _end(chosen, self._ends)
-        num_allowed = self._follow(chosen[:end])
+        num_allowed = self._follow(chosen[: _end(chosen, self._ends)])
         if num_allowed == len(chosen):
             return False
         self.mistrust()

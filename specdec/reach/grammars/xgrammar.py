@@ -71,8 +71,7 @@ class XGMatcher:
         self._matcher, self._encode = matcher, encode
 
     def fill(self, mask: np.ndarray) -> bool:
-        rows = torch.from_numpy(mask).unsqueeze(0)
-        self._matcher.fill_next_token_bitmask(rows)
+        self._matcher.fill_next_token_bitmask(torch.from_numpy(mask).unsqueeze(0))
         return bool(mask.any())
 
     def accept(self, token: int) -> bool:

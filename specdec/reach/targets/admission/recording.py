@@ -133,8 +133,7 @@ def record_attention(
     window = kw.get("own_window")
     spec = spec if window is None else replace(spec, window=window)
     _recording().calls.append(RecordedCall(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems, window))
-    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v_dim)
-    return out, None
+    return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v_dim), None
 
 
 def _record_mask(mask_function: Callable[..., Any], device: Any = "cpu", **kw: Any) -> torch.Tensor:
