@@ -47,13 +47,15 @@ def compiling_kernels(
 ) -> AbstractContextManager[Callable[[], int]] | None:
     """Return a context in which kernels are compiled on threads, and not launched: see `backends.triton.launch.ahead`.
 
-    None where that cannot be: not all `backends` rehearse, or SPECDEC_AHEAD=0 says that launches compile.
+    None where that cannot be, or does not pay: not all `backends` rehearse, SPECDEC_AHEAD=0 says that launches compile,
+    or `attach` knows that Triton's cache has the kernels.
     """
     if device.type != "cuda" or os.environ.get("SPECDEC_AHEAD") == "0" or not all(b.rehearses for b in backends):
         return None
     from specdec.backends.triton.launch.ahead import compiling_ahead
+    from specdec.backends.triton.launch.processes import kernels_are_kept
 
-    return compiling_ahead(device)
+    return None if kernels_are_kept() else compiling_ahead(device)
 
 
 def pick_backend(

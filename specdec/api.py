@@ -97,7 +97,8 @@ def attach(
         if group is not None and adapters:
             raise ValueError(f"adapters={adapters!r}: not supported with a sharded model; leave them out")
         ranks = None if group is None else Ranks.of(group)
-        with nullcontext() if ranks is None else ranks.attaching((name, config)), preloading(config, model):
+        attaching = nullcontext() if ranks is None else ranks.attaching((name, config))
+        with attaching, preloading(config, model, source, adapters):
             # Adapters of requests may be of what would expand latents.
             keeps_latents = config.latents and takes_latents(config.backend) and not adapters
             hf = HFTarget(model, None if ranks is None else partial(_join, ranks), keeps_latents)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ if not torch.cuda.is_available():
         from tests.interpreter import make_quick
 
         make_quick()
+elif (
+    importlib.util.find_spec("triton") is not None
+):  # hundreds of small models: processes for each would take longer to start than its kernels to compile
+    from specdec.backends.triton.launch import processes
+
+    processes.compiling_elsewhere = nullcontext
 
 TIMEOUT_S = 600  # of a test
 # A fork server and a real model, 5 s each. Modules that use them come first, since xdist steals from the end: one

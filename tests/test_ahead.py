@@ -89,7 +89,7 @@ def test_below_the_largest_size_some_variants_are_rehearsed():
 def test_one_kind_of_sampling_meets_all_kernels_that_sizes_change():
     """Whole prefills attend otherwise where nothing is cached: both ways are rehearsed."""
     settings = {"max_batch": 2, "max_seq_len": 64, "cuda_graph": True, "prefill_graph": "whole", "backend": "triton"}
-    core = specdec.attach(tiny_model("llama"), **settings, prefill_buckets=[8], graph_batches=[1])._core
+    core = specdec.attach(tiny_model("llama").to(DEVICE), **settings, prefill_buckets=[8], graph_batches=[1])._core
     whole = core.prefill.whole.runner.runner
     assert whole.variants == ("greedy, fresh", "filtered, fresh", "greedy", "filtered")
     assert whole.rehearsed == ("greedy, fresh", "greedy")
@@ -261,6 +261,7 @@ COMPILED_ELSEWHERE = """if True:
     from concurrent.futures import ThreadPoolExecutor
     import torch, triton
     from triton.runtime.driver import driver
+    from specdec.backends import compiling_kernels
     from specdec.backends.triton.attention.tables import _tables_kernel
     from specdec.backends.triton.launch import processes
     from tests.compile_kernels import CompileOnly
@@ -278,8 +279,12 @@ COMPILED_ELSEWHERE = """if True:
     driver.set_active(CompileOnly(90))
     triton.knobs.compilation.listener = lambda cache_hit, **_: found.append(cache_hit)
     with processes.compiling_elsewhere("model"):
+        compile(32)  # nothing waits for the worker
+        idle = processes._WITHIN[0]._idle
+        worker = idle.get()
+        assert worker.poll(60)
+        idle.put(worker)
         compile(64)
-        idle = processes._RUNNING[0]._idle
         idle.get().close()
         idle.put(processes.Pipe()[0])  # of a worker that is gone
         compile(128)
@@ -287,12 +292,14 @@ COMPILED_ELSEWHERE = """if True:
         with processes.compiling_elsewhere("another"):
             raise KeyboardInterrupt
     except KeyboardInterrupt:
-        assert not processes._RUNNING
-    for name, num_processes in (("another", 1), ("another", 0), ("model", 0)):
+        assert not processes._WITHIN
+    for name, is_kept in (("another", False), ("another", True), ("model", True)):
         with processes.compiling_elsewhere(name):
-            assert len(processes._RUNNING) == num_processes, name
+            ahead = compiling_kernels((), torch.device("cuda"))
+            assert processes.kernels_are_kept() == is_kept == (ahead is None), name
             compile(64 * 2**len(found))
-    assert found == [True, False, True, False, False], found
+    assert not processes.kernels_are_kept()
+    assert found == [False, True, False, False, False, False], found
 """
 
 

@@ -12,9 +12,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -27,31 +28,44 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 MOST = 16  # threads, and processes for them
-SLOWEST_S = 60  # for a kernel, after torch is imported
+SLOWEST_S = 60  # for a kernel
+READY = "ready"
 DONE = "attached"  # a file in Triton's cache
-_RUNNING: list["Processes"] = []
+_WITHIN: list["Processes | None"] = []  # of the `compiling_elsewhere` that runs; None: kernels are kept
 
 
 @contextmanager
 def compiling_elsewhere(name: str) -> Iterator[None]:
     """Within it, processes compile the kernels of `ahead`, unless it ended without an error for `name` before: Triton's
-    cache holds a note of that, with the kernels."""
-    name = repr((torch.__version__, triton.__version__, name))
+    cache holds a note of that, with the kernels. One at a time. name: what the choice of kernels depends on."""
     processes = None
     with suppress(OSError):  # the cache may not be written to, or no process may start: nothing depends on it
-        notes = get_cache_manager(hashlib.sha256(name.encode()).hexdigest())
+        notes = get_cache_manager(_digest(name))
         if not notes.get_file(DONE):
             processes = Processes(num_compiling())
-    if processes is None:
+        _WITHIN.append(processes)
+    try:
         yield
-        return
-    with closing(processes):
-        _RUNNING.append(processes)
-        try:
-            yield
-        finally:
-            _RUNNING.remove(processes)
-    notes.put(b"", DONE)
+    finally:
+        _WITHIN.clear()
+        if processes is not None:
+            processes.close()
+    if processes is not None:
+        notes.put(b"", DONE)
+
+
+def kernels_are_kept() -> bool:
+    """Return whether what is attached was attached before on this machine: then loading kernels takes less time than a
+    rehearsal."""
+    return None in _WITHIN
+
+
+def _digest(name: str) -> str:
+    """Return a digest of `name`, of the versions of torch and Triton, and of the sources of kernels."""
+    digest = hashlib.sha256(repr((torch.__version__, triton.__version__, name)).encode())
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def num_compiling() -> int:
@@ -62,7 +76,7 @@ def num_compiling() -> int:
 def compile_elsewhere(compiling: Callable[[], Any]) -> None:
     """Have a process put into Triton's cache what `compiling`, given to an executor by Triton's AsyncCompileMode, would
     compile, if there are processes. What fails there is left to `compiling`."""
-    for processes in _RUNNING[:1]:
+    for processes in filter(None, _WITHIN):
         processes.compile(compiling)
 
 
@@ -87,7 +101,7 @@ class Processes:
             self._idle.put(our)
 
     def compile(self, compiling: Callable[[], Any]) -> bool:
-        """Have a worker compile what `compiling` would; return whether it did."""
+        """Have a worker compile what `compiling` would, if one is ready; return whether it did."""
         parts = inspect.getclosurevars(compiling).nonlocals
         if not {"src", "target", "options"} <= parts.keys():  # in another version of Triton
             return False
@@ -96,10 +110,11 @@ class Processes:
         job = (src.fn, key, src.signature, src.constants, src.attrs, parts["target"], vars(parts["options"]))
         worker = self._idle.get()
         try:
-            worker.send(job)
-            if worker.poll(SLOWEST_S):
-                return worker.recv()
-            worker.close()  # which fails whatever it is given next
+            if worker.poll() and worker.recv() == READY:
+                worker.send(job)
+                if worker.poll(SLOWEST_S):
+                    return worker.recv()
+                worker.close()  # which fails whatever it is given next
         except (OSError, EOFError):  # it is gone
             pass
         finally:
@@ -107,9 +122,10 @@ class Processes:
         return False
 
     def close(self) -> None:
-        """End the workers, once those at work are done."""
+        """End the workers; none may be at work."""
         while not self._idle.empty():
             self._idle.get().close()
+        self._process.kill()  # it may import torch still
         self._process.wait()
 
 
@@ -131,6 +147,7 @@ def _serve(connection: Connection) -> None:
     """Compile what is asked for until the other end closes."""
     with suppress(EOFError, OSError):
         while True:
+            connection.send(READY)
             is_compiled = False
             with suppress(Exception):
                 kernel, kernel.hash, signature, constants, attrs, target, options = connection.recv()
@@ -153,7 +170,6 @@ def _main(ends: list[int]) -> None:
         os.close(end)
     for _ in ends:
         os.wait()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,18 +40,19 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
 
 
 @contextmanager
-def preloading(config: EngineConfig, model: PreTrainedModel) -> Iterator[None]:
+def preloading(config: EngineConfig, model: PreTrainedModel, *beside: object) -> Iterator[None]:
     """Import what compiling takes, on a thread, while the model is examined: the host waits for disks. The first time
-    that a model is attached with `config` on a machine, kernels are compiled by processes within."""
+    that a model is attached with `config`, and what there is `beside` it, processes compile kernels within."""
     device = model.device
-    with ExitStack() as stack:
-        if not why_uncompiled(config, device):
-            threading.Thread(target=_preload, args=(device,), name="specdec-preload").start()
-            if device.type == "cuda" and has_triton():
-                from specdec.backends.triton.launch.processes import compiling_elsewhere
+    if not why_uncompiled(config, device):
+        threading.Thread(target=_preload, args=(device,), name="specdec-preload").start()
+    if device.type != "cuda" or not has_triton():
+        yield
+        return
+    from specdec.backends.triton.launch.processes import compiling_elsewhere
 
-                gpu = torch.cuda.get_device_name(device)
-                stack.enter_context(compiling_elsewhere(repr((gpu, config, model.config.to_json_string()))))
+    gpu = torch.cuda.get_device_name(device)
+    with compiling_elsewhere(repr((gpu, config, model.config.to_json_string(), *beside))):
         yield
 
 
