@@ -45,7 +45,7 @@ _AUTO = ("triton+flashinfer", "triton", "torch")  # in the order of preference
 def compiling_kernels(
     backends: Iterable[AttentionBackend], device: torch.device
 ) -> AbstractContextManager[Callable[[], int]] | None:
-    """Return a context in which kernels are compiled on threads, and not launched: see `backends.triton.launch.ahead`.
+    """Return a context in which kernels are compiled in parallel, and not launched; see `backends.triton.launch.ahead`.
 
     None where that cannot be, or does not pay: not all `backends` rehearse, SPECDEC_AHEAD=0 says that launches compile,
     or `attach` knows that Triton's cache has the kernels.

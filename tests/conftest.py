@@ -33,12 +33,10 @@ if not torch.cuda.is_available():
         from tests.interpreter import make_quick
 
         make_quick()
-elif (
-    importlib.util.find_spec("triton") is not None
-):  # hundreds of small models: processes for each would take longer to start than its kernels to compile
+elif importlib.util.find_spec("triton") is not None:
     from specdec.backends.triton.launch import processes
 
-    processes.compiling_elsewhere = nullcontext
+    processes.compiling_elsewhere = nullcontext  # hundreds of small models attach, each with few kernels
 
 TIMEOUT_S = 600  # of a test
 # A fork server and a real model, 5 s each. Modules that use them come first, since xdist steals from the end: one
