@@ -63,7 +63,7 @@ def kernels_are_kept() -> bool:
 def _digest(name: str) -> str:
     """Return a digest of `name`, of the versions of torch and Triton, and of when the package's files were written."""
     walk = os.walk(Path(__file__).parents[3], followlinks=True)
-    paths = [os.path.join(folder, name) for folder, _, names in walk for name in names if name.endswith(".py")]
+    paths = [os.path.join(folder, file) for folder, _, files in walk for file in files if file.endswith(".py")]
     written = sorted((path, os.stat(path).st_mtime_ns) for path in paths)
     return hashlib.sha256(repr((torch.__version__, triton.__version__, name, written)).encode()).hexdigest()
 
