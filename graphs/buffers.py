@@ -23,7 +23,10 @@ class BufferSpec:
     axis: int | None = 0
 
     def __post_init__(self) -> None:
-        stored = torch.tensor(self.pad, dtype=self.dtype, device="cpu").item()  # on the host: no sync
+        try:
+            stored = torch.tensor(self.pad, dtype=self.dtype, device="cpu").item()  # on the host: no sync
+        except RuntimeError as error:
+            raise ValueError(f"pad={self.pad!r} of input {self.name!r}: too large for {self.dtype}") from error
         if stored != self.pad and not self.dtype.is_floating_point:
             held = f"{self.dtype} holds {stored!r} instead"
             raise ValueError(f"pad={self.pad!r} of input {self.name!r}: {held}; pass a value that it can hold")
@@ -73,6 +76,8 @@ class StaticBuffers:
             raise ValueError(f"a batch gives inputs {sorted(given)}: expected {sorted(self.specs)}")
         for name, spec in self.specs.items():
             value = given[name]
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"input {name!r} is {value!r}: expected a tensor")
             if value.shape != torch.Size(spec.shape(num)) or value.dtype != spec.dtype:
                 raise ValueError(
                     f"input {name!r} is {value.dtype} of shape {tuple(value.shape)}: expected {spec.dtype} of shape "

@@ -68,7 +68,8 @@ class GraphRunner:
     """Runs body(variant, **inputs) by replaying graphs, captured by bucket of requests or tokens and by variant.
 
     body: returns tensors (or NamedTuples of them, or None) with requests or tokens on axis 0. It may read and write
-        tensors that outlive it; its work may depend only on the shapes of its inputs and on `variant`.
+        tensors that outlive it; its work may depend only on the shapes of its inputs and on `variant`. Graphs hold no
+        backward pass: it runs without gradients in them.
     inputs: specs of its inputs. live: called in eager runs instead of the body, as live(variant, **inputs, **hints)
         with hints, host values that a capture cannot have, given by the caller; None: the body, which must take them.
     """
@@ -107,9 +108,10 @@ class GraphRunner:
         if key is None:
             return self.run_eagerly(self.can_run(size, variant).reason, variant, inputs, **hints)
         captured = self.captured[key]
-        self._buffers.load(inputs, size, key.size)
-        with self._setup.counters.recording():  # a capture that re-runs Python must not count its forwards as eager
-            captured.graph.replay()
+        with torch.no_grad():  # a capture that re-runs Python would add every replay to the history of its outputs
+            self._buffers.load(inputs, size, key.size)
+            with self._setup.counters.recording():  # nor must such a capture count its forwards as eager
+                captured.graph.replay()
         self._setup.counters.count_replay(self.name, captured.forwards)
         if size == key.size:
             return captured.graph.outputs
@@ -164,12 +166,14 @@ class GraphRunner:
         self.rehearse(key)
         self._warm.add(key)
 
+    @torch.no_grad()
     def rehearse(self, key: ShapeKey) -> None:
         """Run what a warm-up of `key` runs, without counting as one."""
         self._require(Phase.WARM_UP)
         with self._setup.counters.recording(), equal_parts_once():
             self._setup.capture.warm_up(self._bound_body(key))
 
+    @torch.no_grad()
     def capture(self, key: ShapeKey) -> None:
         """Capture the graph of `key`, on padding."""
         if self.phase is Phase.WARM_UP:

@@ -161,6 +161,19 @@ def test_wrong_inputs_are_named():
         runner("", {"x": x_of(2)[:, :2]})
     with pytest.raises(ValueError, match=r"input 'x' of toy is \[1\]: expected a tensor with axis 0"):
         runner("", {"x": [1]})
+    runner, _, _ = make(inputs=(X, BIAS))
+    with pytest.raises(ValueError, match=r"input 'bias' is \[1\]: expected a tensor"):
+        runner("", {"x": x_of(2), "bias": [1]})
+
+
+def test_replays_keep_no_history_for_a_backward_pass():
+    layer = torch.nn.Linear(3, 3, device=DEVICE)
+    runner, _, _ = make(body=lambda variant, x: layer(x))
+    for _ in range(2):
+        x = x_of(3).requires_grad_()
+        out = runner("", {"x": x})
+        assert not out.requires_grad
+        assert torch.equal(out, layer(x))
 
 
 def test_mistakes_in_a_setup_are_named():
@@ -171,6 +184,8 @@ def test_mistakes_in_a_setup_are_named():
         make(inputs=(X, X))
     with pytest.raises(ValueError, match=r"pad=0.5 of input 'x': torch.int64 holds 0 instead"):
         BufferSpec("x", lambda n: (n,), torch.int64, pad=0.5)
+    with pytest.raises(ValueError, match=r"pad=1099511627776 of input 'x': too large for torch.int32"):
+        BufferSpec("x", lambda n: (n,), torch.int32, pad=1 << 40)
     with pytest.raises(ValueError, match="device='cpu': CUDA graphs need a CUDA device; use RecordedCapture"):
         FullCapture(torch.device("cpu"))
     for buckets in (batch_buckets, token_buckets):
