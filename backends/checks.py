@@ -69,6 +69,12 @@ def check_call(call: Any, num_tokens: int) -> None:
                 f"{name} of layer {call.layer_id} is {given.dtype} on {given.device}: expected {like.dtype} on "
                 f"{like.device}, as the pool"
             )
+    for table in call.rope[:2] if call.rope is not None else ():
+        if table.dim() != 2 or table.shape[0] != num_tokens or table.shape[1] > layer.qk_dim:
+            raise ValueError(
+                f"a rope table of layer {call.layer_id} is {list(table.shape)}: expected [{num_tokens}, R] with R of "
+                f"{layer.qk_dim} at most"
+            )
 
 
 def check_indices(m: AttentionMetadata, num_slots: int) -> None:

@@ -59,6 +59,14 @@ class MetadataBuilder:
                 f"q_len={q_len}, rows {list(rows.shape)}, prefix_lens {list(prefix_lens.shape)}: expected a q_len of "
                 "at least 1, and a row and a length for each request"
             )
+        words = ancestor_bits.shape[2:] if ancestor_bits is not None and ancestor_bits.dim() == 3 else (1,)
+        for name, given, *expected in (
+            ("depths", depths, q_len),
+            ("tail_depths", tail_depths, first_node + q_len),
+            ("ancestor_bits", ancestor_bits, q_len, *words),
+        ):
+            if given is not None and given.shape != (len(rows), *expected):
+                raise ValueError(f"{name} {list(given.shape)}: expected {[len(rows), *expected]}")
         bits = None if ancestor_bits is None else ancestor_bits.contiguous()
         where = slot_table, rows, prefix_lens
         placement = self.uniform_placement(*where, q_len, first_node, depths, tail_depths, bits, rope_deltas)
@@ -139,7 +147,7 @@ class MetadataBuilder:
 
 def _check_lengths(rows: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int], width: int) -> None:
     """Raise ValueError for lengths that do not match `rows` or leave the table's `width`; host numbers only."""
-    if not len(starts) == len(q_lens) == rows.shape[0]:
+    if not len(starts) == len(q_lens) == rows.shape[0] > 0:
         raise ValueError(
             f"{rows.shape[0]} rows, {len(starts)} starts, {len(q_lens)} q_lens: expected one for each request"
         )

@@ -600,17 +600,21 @@ def test_calls_that_do_not_fit_their_layer(kind):
     metadata = setup.uniform(1)
     q, k = (torch.randn(3, n, layer.qk_dim, device=DEVICE) for n in (layer.num_heads, layer.num_kv_heads))
 
-    def run(q=q, k=k, v=k, layer_id=0):
+    def run(q=q, k=k, v=k, layer_id=0, rope=None):
         pool = KVPool([layer.shape], setup.num_slots, torch.float32, DEVICE)
         context = ForwardContext(type(setup.backend)(), pool, [layer], [None], lambda mode: None)
         with forward_context(context, metadata):
-            return attention(q, k, v, layer_id)
+            return attention(q, k, v, layer_id, rope)
 
     assert run().shape == q.shape
+    table = torch.ones(3, 2 * layer.qk_dim, device=DEVICE)
+    short, wide = table[:2, : layer.qk_dim], table
     told = {
         r"q of layer 0 is \[3, \d+, \d+\]: expected \[T, ": {"q": q.repeat(1, 2, 1)},
         r"k of layer 0 is .*with T=3, as many tokens as q": {"k": k[:2]},
         "v of layer 0 is torch.float64 on .*: expected torch.float32 on .*, as the pool": {"v": k.double()},
+        r"a rope table of layer 0 is \[2, \d+\]: expected \[3, R\]": {"rope": Rope(short, short)},
+        r"a rope table of layer 0 is \[3, \d+\]: expected \[3, R\] with R of": {"rope": Rope(wide, wide)},
         "layer_id=1: expected one of the context's 1 layers": {"layer_id": 1},
     }
     for message, wrong in told.items():
@@ -636,6 +640,26 @@ def test_lengths_of_prefills_are_checked():
     ):
         mode = ForwardMode.DECODE
         setup.backend.metadata.uniform(mode, setup.slot_table, rows, setup.lens, q_len=1, max_prefix=9)
+    with pytest.raises(ValueError, match="0 rows, 0 starts, 0 q_lens: expected one for each request"):
+        setup.backend.metadata.prefill(setup.slot_table, rows[:0], [], [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_of_trees_are_checked(kind):
+    """A kernel would read past what is there."""
+    setup = Setup(LAYERS["gqa"], kind)
+    depths = torch.ones(3, 5, dtype=torch.int64, device=DEVICE)
+    tree = {"depths": depths[:, 1:], "tail_depths": depths, "ancestor_bits": depths[:, 1:, None]}
+    setup.uniform(4, first_node=1, **tree)
+    told = {
+        r"depths \[3, 5\]: expected \[3, 4\]": {"depths": depths},
+        r"tail_depths \[3, 4\]: expected \[3, 5\]": {"tail_depths": depths[:, 1:]},
+        r"ancestor_bits \[2, 4, 1\]: expected \[3, 4, 1\]": {"ancestor_bits": depths[:2, 1:, None]},
+        r"ancestor_bits \[3, 4\]: expected \[3, 4, 1\]": {"ancestor_bits": depths[:, 1:]},
+    }
+    for message, wrong in told.items():
+        with pytest.raises(ValueError, match=message):
+            setup.uniform(4, first_node=1, **tree | wrong)
 
 
 @pytest.mark.parametrize("kind", KINDS)
