@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -103,7 +104,7 @@ def test_calls_of_tools_are_parsed_and_streamed(served):
     whole = ask(served, tools=TOOLS, tool_choice=chosen, max_tokens=120).choices[0]
     (call,) = whole.message.tool_calls[:1]
     assert whole.finish_reason in ("tool_calls", "length") and whole.message.content is None
-    assert call.function.name == "weather"
+    assert call.function.name == "weather" and re.fullmatch("[a-z0-9]{9}", call.id), "as Mistral's templates want it"
     jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
     chunks = list(ask(served, tools=TOOLS, tool_choice=chosen, max_tokens=120, stream=True))
     deltas = [c.choices[0].delta for c in chunks]
@@ -299,6 +300,7 @@ def test_thoughts_come_before_a_constrained_answer():
         ("{{ tools }} [TOOL_CALLS] [ARGS]", "mistral-args", None),
         ("<think></think> {{ tools }} <tool_call>", "hermes", "think"),
         ('{{ tools }} {"name": , "parameters": }', "llama3", None),
+        ('{{ tools }} "parameters": <tool_call>', "hermes", None),
         ("<|channel|> {{ tools }}", "harmony", "harmony"),
         ("<tool_call>", None, None),
         ("{{ tools }} <tool_call><function=f>", None, None),
@@ -327,4 +329,5 @@ def test_messages_of_tools_are_checked():
     turn = {"role": "assistant", "content": None, "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}  # fmt: skip
     own = messages.messages("messages", [turn, {"role": "tool", "tool_call_id": "1", "content": "x"}])
-    assert own[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1} and own[1]["tool_call_id"] == "1"
+    assert own[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert own[1] == {"role": "tool", "tool_call_id": "1", "name": "f", "content": "x"}, "templates want the name"

@@ -91,7 +91,16 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             closing="",
             has_json=False,
         ),
-        "llama3": ToolFormat(
+        "hermes": ToolFormat(  # Qwen, Hermes, SmolLM3
+            mark="<tool_call>",
+            header=rf"\s*<tool_call>\s*\{{\s*{_NAME}" + r'"arguments"\s*:\s*',
+            tail=_MORE + r"\s*\}\s*(?:</tool_call>)?\s*",
+            opening='<tool_call>\n{{"name": {quoted}, "arguments": ',
+            closing="}\n</tool_call>",
+            between="\n",
+            trigger="<tool_call>",
+        ),
+        "llama3": ToolFormat(  # after Hermes, whose template may write parameters of tools
             mark='"parameters":',
             header=r"\s*(?:<\|python_tag\|>\s*)?\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
             + _NAME
@@ -101,15 +110,6 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             closing="}",
             is_first=True,
             trigger='{"name": "',
-        ),
-        "hermes": ToolFormat(  # Qwen, Hermes, SmolLM3
-            mark="<tool_call>",
-            header=rf"\s*<tool_call>\s*\{{\s*{_NAME}" + r'"arguments"\s*:\s*',
-            tail=_MORE + r"\s*\}\s*(?:</tool_call>)?\s*",
-            opening='<tool_call>\n{{"name": {quoted}, "arguments": ',
-            closing="}\n</tool_call>",
-            between="\n",
-            trigger="<tool_call>",
         ),
     }
 )

@@ -131,13 +131,18 @@ class AnswerForm:
         return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
+def call_id() -> str:
+    """A new id of a call: Mistral's templates take no others than of nine letters and digits."""
+    return uuid.uuid4().hex[:9]
+
+
 def delta_of(part: Part) -> dict[str, Any]:
     """The delta of a stream that says `part`."""
     if part.call < 0:
         return {part.kind: part.text}
     if part.kind == "arguments":
         return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
-    call = {"index": part.call, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+    call = {"index": part.call, "id": call_id(), "type": "function"}
     return {"tool_calls": [{**call, "function": {"name": part.text, "arguments": ""}}]}
 
 
@@ -149,7 +154,7 @@ def message_of(parts: Sequence[Part]) -> dict[str, Any]:
         if part.call < 0:
             texts[part.kind] += part.text
         elif part.kind == "call":
-            calls[part.call] = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+            calls[part.call] = {"id": call_id(), "type": "function"}
             calls[part.call]["function"] = {"name": part.text, "arguments": ""}
         else:
             calls[part.call]["function"]["arguments"] += part.text

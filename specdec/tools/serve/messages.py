@@ -21,6 +21,11 @@ def messages(name: str, value: Any, reads_images: bool = False) -> list[dict[str
         raise ValueError(f"{name}={shown(value)}: expected a list of messages")
     check_count(name, value, 1, MOST_MESSAGES, "messages")
     made = [_message(f"{name}[{i}]", message, reads_images) for i, message in enumerate(value)]
+    calls = [call for message in made for call in message.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls if isinstance(call["id"], str)}
+    for message in made:
+        if message.get("tool_call_id") in names:  # some templates want the tool's name
+            message["name"] = names[message["tool_call_id"]]
     images = [part for message in made for part in message["content"] if isinstance(part, dict) and "url" in part]
     check_count(name, images, 0, MOST_IMAGES, "images")
     return made
