@@ -57,7 +57,7 @@ class Fit(Training):
     corpus: list[Path] = option("Corpus of `data`; may be given several times.", REQUIRED)
     algo: str = option(ALGOS, "eagle3")
     aux_layers: str | None = option("eagle3: three layers, such as 1,14,26; block: any number.")
-    held_out: int = option("Sequences held out, at least.", 200)
+    held_out: int = option("Sequences held out, at least; of a small corpus one in 20.", 200)
     resume: bool = option("Go on from the checkpoint of a run that was broken off.", False)
     groups, advised = (TrainConfig, HeadShape), (TrainConfig,)
 

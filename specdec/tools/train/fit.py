@@ -56,11 +56,11 @@ def train(
 ) -> dict[str, Any]:
     """Train a draft of `algo` on `corpora` and export it, with its card, to the folder `out`.
 
-    Returns facts and rates on `held_out` sequences, with the acceptance length `tau`. The training checkpoint is
-    `<out>.checkpoint.pt`; resume continues from it and exports again. overwrite: replace another draft in `out`, and
-    the checkpoint of an interrupted run. never_worse: also return `tau_before`, and export the initial draft if
-    training has not raised tau. ValueError names a wrong argument, before any training; FloatingPointError if the loss
-    diverges.
+    Returns facts and rates on `held_out` sequences, or one in HELD_OUT_SHARE of a small corpus, with the acceptance
+    length `tau`. The training checkpoint is `<out>.checkpoint.pt`; resume continues from it and exports again.
+    overwrite: replace another draft in `out`, and the checkpoint of an interrupted run. never_worse: also return
+    `tau_before`, and export the initial draft if training has not raised tau. ValueError names a wrong argument, before
+    any training; FloatingPointError if the loss diverges.
     """
     held_out = whole(0).check("held_out", held_out)
     check_free(out, overwrite or resume, ALSO_WRITTEN)  # now, not after hours of training
