@@ -61,6 +61,18 @@ def test_unsupported_models_are_refused_with_their_reason(name):
     assert caught.value.reasons
 
 
+def test_a_softcap_that_the_models_own_attention_leaves_out_is_named():
+    """Logits as small as those of random weights tell no difference."""
+    model = tiny_model("gemma2")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(30)
+    with pytest.raises(specdec.AttachError, match=r"sdpa, leaves out the softcap: load .* attn_implementation='eager'"):
+        specdec.attach(model)
+    model.set_attn_implementation("eager")
+    specdec.attach(model).detach()
+
+
 def test_encoder_decoders_are_refused_as_such():
     sizes = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
     sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}

@@ -30,6 +30,7 @@ from specdec.reach.targets.admission.reasons import (
     encoder_reasons,
     failure_reasons,
     foreign_layers,
+    ignored_softcaps,
     static_reasons,
     unrouted_layers,
     with_reach,
@@ -123,6 +124,7 @@ def probe(model: PreTrainedModel, keeps_latents: bool = True) -> ModelSpec:
         elif is_recurrent:
             recurrent, reasons = _recurrent_specs(model, found[0], attention, mixers, ids)
     doubts = [*foreign_layers(model), *([] if is_recurrent else unrouted_layers(recording, model))]
+    doubts += ignored_softcaps(recording, model)
     if found is None or reasons:
         raise AttachError(name, list(dict.fromkeys([*reasons, *doubts])))
     stack, blocks = found

@@ -100,6 +100,14 @@ def unrouted_layers(recording: Recording, model: PreTrainedModel) -> list[str]:
     return [f"{num_calls} attention calls for {num_layers} layers (layers without routed attention)"]
 
 
+def ignored_softcaps(recording: Recording, model: PreTrainedModel) -> list[str]:
+    """Return a doubt about softcaps that we apply, and the model's own attention does not."""
+    own = model.config.get_text_config()._attn_implementation
+    if own != "sdpa" or all(call.spec.softcap is None for call in recording.calls):
+        return []
+    return ["its own attention, sdpa, leaves out the softcap: load the model with attn_implementation='eager'"]
+
+
 def with_reach(call: RecordedCall, recording: Recording) -> LayerSpec:
     """Return the layer's spec with what its mask lets it see; without a mask, the window of the keyword argument."""
     if call.mask_id is None:
