@@ -331,3 +331,7 @@ def test_messages_of_tools_are_checked():
     own = messages.messages("messages", [turn, {"role": "tool", "tool_call_id": "1", "content": "x"}])
     assert own[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert own[1] == {"role": "tool", "tool_call_id": "1", "name": "f", "content": "x"}, "templates want the name"
+    thought = messages.messages("messages", [{**turn, "reasoning_content": "hm"}])
+    assert thought[0]["thinking"] == thought[0]["reasoning_content"] == "hm", "GPT-OSS's template has its own name"
+    said = messages.messages("messages", [{**turn, "reasoning_content": "hm", "content": "so"}])[0]
+    assert "thinking" not in said and said["reasoning_content"] == "hm", "and takes no content beside it"
