@@ -1,9 +1,9 @@
 """Kernels compiled on threads, before what launches them runs for the first time.
 
 Compiling a kernel takes 0.2-0.5 s, in other processes where there are any (see `processes`), and the kernels of a body
-are met one after another. So bodies run once beforehand without their launches: those only
-tell which kernels there are. What a kernel would have filled is zero, and whatever torch indexes by is taken as zero.
-Ranks tell each other nothing meanwhile: each may rehearse what it likes, or fail in it.
+are met one after another. So bodies run once beforehand without their launches: those only tell which kernels there
+are. What a kernel would have filled is zero, and whatever torch indexes by is taken as zero. Ranks tell each other
+nothing meanwhile: each may rehearse what it likes, or fail in it.
 """
 
 import threading

@@ -39,7 +39,7 @@ def compiling_elsewhere(name: str) -> Iterator[None]:
     """Within it, processes compile the kernels of `ahead`, unless it ended without an error for `name` before: Triton's
     cache holds a note of that, with the kernels. One at a time. name: what the choice of kernels depends on."""
     processes = None
-    with suppress(OSError):  # the cache may not be written to, or no process may start: nothing depends on it
+    with suppress(OSError, ValueError):  # the cache may not be written to, or no process start: nothing depends on it
         notes = get_cache_manager(_digest(name))
         if not notes.get_file(DONE):
             processes = Processes(num_compiling())
@@ -51,7 +51,8 @@ def compiling_elsewhere(name: str) -> Iterator[None]:
         if processes is not None:
             processes.close()
     if processes is not None:
-        notes.put(b"", DONE)
+        with suppress(OSError):
+            notes.put(b"", DONE)
 
 
 def kernels_are_kept() -> bool:
@@ -108,18 +109,16 @@ class Processes:
         src = parts["src"]
         key = src.fn.cache_key  # which depends on the kernels that had theirs before
         job = (src.fn, key, src.signature, src.constants, src.attrs, parts["target"], vars(parts["options"]))
-        worker = self._idle.get()
-        try:
+        worker, is_compiled = self._idle.get(), False
+        with suppress(Exception):  # it is gone, or what is sent cannot be
             if worker.poll() and worker.recv() == READY:
                 worker.send(job)
                 if worker.poll(SLOWEST_S):
-                    return worker.recv()
-                worker.close()  # which fails whatever it is given next
-        except (OSError, EOFError):  # it is gone
-            pass
-        finally:
-            self._idle.put(worker)
-        return False
+                    is_compiled = worker.recv()
+                else:
+                    worker.close()  # so that it is given nothing else
+        self._idle.put(worker)
+        return is_compiled
 
     def close(self) -> None:
         """End the workers; none may be at work."""
