@@ -1,6 +1,6 @@
 """Cases of a run of `specdec bench latency`: a target and its draft, cells of batch and context, how rounds draft.
 
-Named shapes have random weights; their prompts are random ids, of what decodes to text if there is a tokenizer.
+Named shapes have random weights; their prompts are random ids, which decode to text where there is a tokenizer.
 """
 
 import gc
