@@ -184,7 +184,7 @@ def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> 
 
 
 def verify_remark(cost: VerifyCost, break_even: float) -> str:
-    """Say what a verify of a mixture of experts reads, and whether drafts can pay: this one does from tau break_even."""
+    """Say what a verify of a mixture of experts reads, and whether drafts can pay: this one does from break_even on."""
     experts = cost.experts
     what = (
         f"a verify of {cost.num_nodes} tokens reads {cost.distinct:.1f} of {experts.num_experts} experts a layer "
