@@ -53,9 +53,9 @@ def compiling_kernels(
     if device.type != "cuda" or os.environ.get("SPECDEC_AHEAD") == "0" or not all(b.rehearses for b in backends):
         return None
     from specdec.backends.triton.launch.ahead import compiling_ahead
-    from specdec.backends.triton.launch.processes import kernels_are_kept
+    from specdec.backends.triton.launch.workers import kernels_are_cached
 
-    return None if kernels_are_kept() else compiling_ahead(device)
+    return None if kernels_are_cached() else compiling_ahead(device)
 
 
 def pick_backend(

@@ -34,9 +34,9 @@ if not torch.cuda.is_available():
 
         make_quick()
 elif importlib.util.find_spec("triton") is not None:
-    from specdec.backends.triton.launch import processes
+    from specdec.backends.triton.launch import workers
 
-    processes.compiling_elsewhere = nullcontext  # hundreds of small models attach, each with few kernels
+    workers.compile_workers = nullcontext  # hundreds of small models attach, each with few kernels
 
 TIMEOUT_S = 600  # of a test
 # A fork server and a real model, 5 s each. Modules that use them come first, since xdist steals from the end: one

@@ -263,48 +263,48 @@ COMPILED_ELSEWHERE = """if True:
     from triton.runtime.driver import driver
     from specdec.backends import compiling_kernels
     from specdec.backends.triton.attention.tables import _tables_kernel
-    from specdec.backends.triton.launch import processes
+    from specdec.backends.triton.launch import workers
     from tests.compile_kernels import CompileOnly
 
     class Workers(ThreadPoolExecutor):
         def submit(self, fn):
-            return super().submit(lambda: processes.compile_elsewhere(fn) or fn())
+            return super().submit(lambda: workers.compile_in_worker(fn) or fn())
 
     def compile(width):
         tensors = torch.int64, torch.float32, torch.bfloat16, torch.bfloat16
         with Workers(1) as pool, triton.AsyncCompileMode(pool):
             _tables_kernel.warmup(*tensors, 1.0, WIDTH=width, TIMES=2, BLOCK=width, grid=(1,)).result()
 
-    found, processes.MOST = [], 1
+    found, workers.MOST = [], 1
     driver.set_active(CompileOnly(90))
     triton.knobs.compilation.listener = lambda cache_hit, **_: found.append(cache_hit)
-    with processes.compiling_elsewhere("model"):
+    with workers.compile_workers("model"):
         compile(32)  # nothing waits for the worker
-        idle = processes._WITHIN[0]._idle
+        idle = workers._CURRENT[0]._idle
         worker = idle.get()
         assert worker.poll(60)
         idle.put(worker)
         compile(64)
         idle.get().close()
-        idle.put(processes.Pipe()[0])  # of a worker that is gone
+        idle.put(workers.Pipe()[0])  # of a worker that is gone
         compile(128)
     try:
-        with processes.compiling_elsewhere("another"):
+        with workers.compile_workers("another"):
             raise KeyboardInterrupt
     except KeyboardInterrupt:
-        assert not processes._WITHIN
-    for name, is_kept in (("another", False), ("another", True), ("model", True)):
-        with processes.compiling_elsewhere(name):
+        assert not workers._CURRENT
+    for name, is_cached in (("another", False), ("another", True), ("model", True)):
+        with workers.compile_workers(name):
             ahead = compiling_kernels((), torch.device("cuda"))
-            assert processes.kernels_are_kept() == is_kept == (ahead is None), name
+            assert workers.kernels_are_cached() == is_cached == (ahead is None), name
             compile(64 * 2**len(found))
-    assert not processes.kernels_are_kept()
+    assert not workers.kernels_are_cached()
     assert found == [False, True, False, False, False, False], found
 """
 
 
-def test_processes_compile_what_threads_find(tmp_path, monkeypatch):
-    """In a process of its own, which compiles. Without processes, or a worker, threads compile it themselves."""
+def test_worker_processes_compile_what_threads_find(tmp_path, monkeypatch):
+    """In a process of its own, which compiles. Without a worker that is ready, threads compile it themselves."""
     for name, value in (("TRITON_INTERPRET", "0"), ("TRITON_CACHE_DIR", str(tmp_path)), ("PYTHONPATH", ".")):
         monkeypatch.setenv(name, value)
     subprocess.run([sys.executable, "-c", COMPILED_ELSEWHERE], check=True, timeout=120)

@@ -1,6 +1,6 @@
 """Kernels compiled on threads, before what launches them runs for the first time.
 
-Compiling a kernel takes 0.2-0.5 s, in other processes where there are any (see `processes`), and the kernels of a body
+Compiling a kernel takes 0.2-0.5 s, in worker processes during a first attach (see `workers`), and the kernels of a body
 are met one after another. So bodies run once beforehand without their launches: those only tell which kernels there
 are. What a kernel would have filled is zero, and whatever torch indexes by is taken as zero. Ranks tell each other
 nothing meanwhile: each may rehearse what it likes, or fail in it.
@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from specdec.backends import comm
 from specdec.backends.library import RUN
-from specdec.backends.triton.launch.processes import compile_elsewhere, num_compiling
+from specdec.backends.triton.launch.workers import compile_in_worker, num_compiling
 
 PACKAGE = __name__.partition(".")[0]
 _aten = torch.ops.aten
@@ -122,7 +122,7 @@ class _Workers(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def loaded() -> Any:
-            compile_elsewhere(fn)
+            compile_in_worker(fn)
             kernel = fn(*args, **kwargs)
             kernel.run  # noqa: B018 (loads it)
             return kernel

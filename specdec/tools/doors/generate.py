@@ -196,8 +196,8 @@ def _read(
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape:
-        shapes = tuple(mask.shape), tuple(input_ids.shape)
-        raise ValueError("attention_mask of shape {}: expected that of input_ids, {}".format(*shapes))
+        like = tuple(input_ids.shape)
+        raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: expected that of input_ids, {like}")
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
     wanted = [name for name in ("output_scores", "output_logits") if getattr(config, name)]
     config = _without_ends(config)

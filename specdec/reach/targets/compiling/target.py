@@ -42,17 +42,17 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
 @contextmanager
 def preloading(config: EngineConfig, model: PreTrainedModel, *beside: object) -> Iterator[None]:
     """Import what compiling takes, on a thread, while the model is examined: the host waits for disks. The first time
-    that a model is attached with `config`, and what there is `beside` it, processes compile kernels within."""
+    that a model is attached with `config`, and what there is `beside` it, worker processes compile kernels within."""
     device = model.device
     if not why_uncompiled(config, device):
         threading.Thread(target=_preload, args=(device,), name="specdec-preload").start()
     if device.type != "cuda" or not has_triton():
         yield
         return
-    from specdec.backends.triton.launch.processes import compiling_elsewhere
+    from specdec.backends.triton.launch.workers import compile_workers
 
     gpu = torch.cuda.get_device_name(device)
-    with compiling_elsewhere(repr((gpu, config, model.config.to_json_string(), *beside))):
+    with compile_workers(repr((gpu, config, model.config.to_json_string(), *beside))):
         yield
 
 

@@ -1,8 +1,8 @@
-"""Processes that compile kernels into Triton's cache, beside the one that attaches.
+"""Worker processes that compile kernels into Triton's cache during `attach`.
 
 Triton's compiler holds the GIL for most of a kernel's time, and a first attach needs a hundred kernels. So a process
-that never sees a GPU imports torch and the compiler while the model is examined, and forks workers. Each serves one
-thread of `ahead`, which then finds its kernel in the cache.
+that sees no GPU imports torch and the compiler while the model is examined, and forks workers. Each serves one thread
+of `ahead`, which then finds its kernel in the cache. Pools of `multiprocessing` would import the user's main module.
 """
 
 import hashlib
@@ -28,37 +28,34 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 MOST = 16  # threads, and processes for them
-SLOWEST_S = 60  # for a kernel
-READY = "ready"
 DONE = "attached"  # a file in Triton's cache
-_WITHIN: list["Processes | None"] = []  # of the `compiling_elsewhere` that runs; None: kernels are kept
+_CURRENT: list["CompileWorkers | None"] = []  # of the attach that runs; None: all kernels are cached
 
 
 @contextmanager
-def compiling_elsewhere(name: str) -> Iterator[None]:
-    """Within it, processes compile the kernels of `ahead`, unless it ended without an error for `name` before: Triton's
-    cache holds a note of that, with the kernels. One at a time. name: what the choice of kernels depends on."""
-    processes = None
+def compile_workers(name: str) -> Iterator[None]:
+    """Within it, workers compile the kernels of `ahead`, unless it ended without an error for `name` before: Triton's
+    cache holds a note of that, with the kernels. One at a time. name: all that the choice of kernels depends on."""
+    workers = None
     with suppress(OSError, ValueError):  # the cache may not be written to, or no process start: nothing depends on it
         notes = get_cache_manager(_digest(name))
         if not notes.get_file(DONE):
-            processes = Processes(num_compiling())
-        _WITHIN.append(processes)
+            workers = CompileWorkers(num_compiling())
+        _CURRENT.append(workers)
     try:
         yield
     finally:
-        _WITHIN.clear()
-        if processes is not None:
-            processes.close()
-    if processes is not None:
+        _CURRENT.clear()
+        if workers is not None:
+            workers.close()
+    if workers is not None:
         with suppress(OSError):
             notes.put(b"", DONE)
 
 
-def kernels_are_kept() -> bool:
-    """Return whether what is attached was attached before on this machine: then loading kernels takes less time than a
-    rehearsal."""
-    return None in _WITHIN
+def kernels_are_cached() -> bool:
+    """Return whether the same was attached before on this machine: loading its kernels is faster than a rehearsal."""
+    return None in _CURRENT
 
 
 def _digest(name: str) -> str:
@@ -74,15 +71,15 @@ def num_compiling() -> int:
     return min(MOST, os.cpu_count() or 1)
 
 
-def compile_elsewhere(compiling: Callable[[], Any]) -> None:
-    """Have a process put into Triton's cache what `compiling`, given to an executor by Triton's AsyncCompileMode, would
-    compile, if there are processes. What fails there is left to `compiling`."""
-    for processes in filter(None, _WITHIN):
-        processes.compile(compiling)
+def compile_in_worker(compiling: Callable[[], Any]) -> None:
+    """Have a worker, if there is one, put into Triton's cache what `compiling`, given to an executor by Triton's
+    AsyncCompileMode, would compile. What fails there is left to `compiling`."""
+    for workers in filter(None, _CURRENT):
+        workers.compile(compiling)
 
 
-class Processes:
-    """`num` worker processes that compile kernels. They end with `close`, or with this process."""
+class CompileWorkers:
+    """`num` worker processes. They end with `close`, or with this process."""
 
     def __init__(self, num: int):
         pairs = [Pipe() for _ in range(num)]
@@ -101,30 +98,27 @@ class Processes:
             their.close()
             self._idle.put(our)
 
-    def compile(self, compiling: Callable[[], Any]) -> bool:
-        """Have a worker compile what `compiling` would, if one is ready; return whether it did."""
+    def compile(self, compiling: Callable[[], Any]) -> None:
+        """Have a worker compile what `compiling` would, if one is ready, and wait for it."""
         parts = inspect.getclosurevars(compiling).nonlocals
         if not {"src", "target", "options"} <= parts.keys():  # in another version of Triton
-            return False
+            return
         src = parts["src"]
         key = src.fn.cache_key  # which depends on the kernels that had theirs before
         job = (src.fn, key, src.signature, src.constants, src.attrs, parts["target"], vars(parts["options"]))
-        worker, is_compiled = self._idle.get(), False
-        with suppress(Exception):  # it is gone, or what is sent cannot be
-            if worker.poll() and worker.recv() == READY:
+        worker = self._idle.get()
+        with suppress(Exception):  # it is gone, or the job cannot be pickled
+            if worker.poll():
+                worker.recv()
                 worker.send(job)
-                if worker.poll(SLOWEST_S):
-                    is_compiled = worker.recv()
-                else:
-                    worker.close()  # so that it is given nothing else
+                worker.poll(None)  # until it is ready again
         self._idle.put(worker)
-        return is_compiled
 
     def close(self) -> None:
-        """End the workers; none may be at work."""
+        """End the workers; none may be compiling."""
         while not self._idle.empty():
             self._idle.get().close()
-        self._process.kill()  # it may import torch still
+        self._process.kill()  # it may still be importing torch
         self._process.wait()
 
 
@@ -143,17 +137,14 @@ ForkingPickler.register(JITFunction, lambda kernel: (_find, (kernel.module, kern
 
 
 def _serve(connection: Connection) -> None:
-    """Compile what is asked for until the other end closes."""
-    with suppress(EOFError, OSError):
+    """Say that the worker is ready, and compile what comes, until the other end closes."""
+    with suppress(OSError):
         while True:
-            connection.send(READY)
-            is_compiled = False
-            with suppress(Exception):
+            connection.send(None)
+            with suppress(Exception):  # whoever asked compiles it, and meets the error
                 kernel, kernel.hash, signature, constants, attrs, target, options = connection.recv()
                 driver.set_active(_NamedTarget(target))
                 triton.compile(ASTSource(kernel, signature, constants, attrs), target, options)
-                is_compiled = True
-            connection.send(is_compiled)
 
 
 def _main(ends: list[int]) -> None:
