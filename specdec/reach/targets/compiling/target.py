@@ -41,8 +41,9 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
 
 @contextmanager
 def preloading(config: EngineConfig, model: PreTrainedModel, *beside: object) -> Iterator[None]:
-    """Import what compiling takes, on a thread, while the model is examined: the host waits for disks. The first time
-    that a model is attached with `config`, and what there is `beside` it, worker processes compile kernels within."""
+    """Import what compiling takes, on a thread, while the model is examined: the host waits for disks. Within, worker
+    processes compile kernels the first time that the model is attached on a machine with this config and `beside` it
+    the same draft and adapters."""
     device = model.device
     if not why_uncompiled(config, device):
         threading.Thread(target=_preload, args=(device,), name="specdec-preload").start()
