@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import CachedLaunch
+from specdec.backends.triton.launch.sizes import cdiv
 
 BLOCK_BYTES = 4096  # of a part, that one program sends, adds up and counts by itself
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -59,7 +60,7 @@ class PushedSum:
             "flags_at": 2 * self._size * self._most,
             "dtype": _DTYPES[x.dtype],
         }
-        grid = (triton.cdiv(x.numel(), block),)
+        grid = (cdiv(x.numel(), block),)
         _LAUNCH(grid, x, out, x.numel(), self._memory, self._addresses, self._counts, **constants)
         return out
 

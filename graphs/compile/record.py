@@ -4,12 +4,12 @@ Python between two calls of torch runs as it is, and sizes are symbols: what it 
 and what it would read from a tensor is an error. Much faster than Dynamo, which interprets Python.
 """
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
-from inspect import signature
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ OPERATORS: dict[str, Any] = {
 }
 
 
+class _ShapeEnv(ShapeEnv):
+    """Guards do not name the line that they come from: to find it, torch imports its compilers for half a second."""
+
+    def _get_user_frame(self) -> FrameType | None:
+        return inspect.currentframe()
+
+
 class Fakes:
     """Fake tensors of walks that belong together, in one `mode`; num_tokens: T in all of them, once one is known.
 
@@ -43,7 +50,7 @@ class Fakes:
 
     def __init__(self, ops: Sequence[Any] = ()) -> None:
         with dynamo_config.patch(fake_tensor_cache_enabled=False):  # it costs more than it saves
-            self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+            self.mode = FakeTensorMode(shape_env=_ShapeEnv(), allow_non_fake_inputs=True)
         self.num_tokens: Any = None
         self.calls: list[tuple[Any, Any, Callable[[], Any]]] = []
         self.ops, self.numbered = ops, {form for op in ops for form in (op, op.overloadpacket)}
@@ -222,7 +229,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
             return "call_function", OPERATORS[name], tuple(args), kwargs
         return "call_method", name, tuple(args), kwargs
     if isinstance(func, FunctionType) and kwargs:  # torch's functions in Python tell of all their arguments, by name
-        given, names = dict(kwargs), signature(func).parameters
+        given, names = dict(kwargs), inspect.signature(func).parameters
         for key, parameter in names.items():
             if key in given and given[key] is parameter.default:
                 del given[key]

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from specdec.backends.metadata import MetadataBuilder, Placement
 from specdec.backends.triton.launch.relaunch import CachedLaunch, early, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 
 
 # Triton compiles a variant for every alignment of a kernel's pointers; views of packed tensors can have any alignment.
@@ -126,14 +127,14 @@ def uniform_placement(
     if rope_deltas is not None:
         placement = placement._replace(rotary=torch.empty_like(placement.positions))
     depths, tail_depths = (t if t is None or t.stride(1) == 1 else t.contiguous() for t in (depths, tail_depths))
-    block_q, words = triton.next_power_of_2(q_len), 0
+    block_q, words = next_power_of_2(q_len), 0
     if tail_depths is not None:
         placement = placement._replace(tail_positions=torch.empty(bs, tail_len, dtype=torch.int64, device=device))
         if ancestor_bits is not None:
             path_slots = torch.empty(bs, q_len, tail_len, dtype=torch.int32, device=device)
             placement, words = placement._replace(path_slots=path_slots), ancestor_bits.shape[-1]
             block_q = min(block_q, 16)
-    _uniform_kernel[(bs, triton.cdiv(q_len, block_q))](
+    _uniform_kernel[(bs, cdiv(q_len, block_q))](
         slot_table,
         rows,
         prefix_lens,
@@ -148,7 +149,7 @@ def uniform_placement(
         Q_LEN=q_len,
         FIRST_NODE=first_node,
         BLOCK_Q=block_q,
-        BLOCK_TAIL=triton.next_power_of_2(tail_len),
+        BLOCK_TAIL=next_power_of_2(tail_len),
         HAS_DEPTHS=depths is not None,
         HAS_TAIL_DEPTHS=tail_depths is not None,
         HAS_DELTAS=rope_deltas is not None,
@@ -174,7 +175,7 @@ def prefill_placement(
     else:
         qo_indptr = torch.empty(bs + 1, dtype=torch.int32, device=rows.device)
         placement = Placement(into[0][:num_tokens], into[1][:num_tokens], qo_indptr)
-    grid, stride = (bs, triton.cdiv(longest, block)), slot_table.stride(0)
+    grid, stride = (bs, cdiv(longest, block)), slot_table.stride(0)
     _launch_prefill(grid, slot_table, rows, starts, q_lens, *placement[:3], stride, BLOCK=block)
     return placement
 

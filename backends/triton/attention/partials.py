@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.attention.blocks import fold, result_of
+from specdec.backends.triton.launch.sizes import next_power_of_2
 
 
 class Partials(NamedTuple):
@@ -25,7 +26,7 @@ class Partials(NamedTuple):
 
 def padded_dim(dim: int) -> int:
     """Return the columns of a tile that holds `dim`: a power of two that `tl.dot` accepts."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin, first_key
 from specdec.backends.triton.launch.relaunch import CachedLaunch
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 
 # Columns of an item (int32): request, m_block, kv_begin, kv_end, the tile's first state in the pool (-1: none), chunks
 # of the tile before the item, states of the tile (0: the item is a whole tile), the tile's first item.
@@ -243,7 +244,7 @@ def split_plan(
     items, arrived, tree_states, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
     launch = _launch_few if is_small else _launch
     launch(
-        (triton.cdiv(max(min(resident, max_chunks), 1), PIECES),),
+        (cdiv(max(min(resident, max_chunks), 1), PIECES),),
         prefix_lens,
         qo_indptr,
         qo_indptr if limits is None else limits,
@@ -264,7 +265,7 @@ def split_plan(
         TREE=is_tree,
         BLOCK_BS=FEW if is_small else 64,
         BLOCK_T=2 * FEW if is_small else 64,
-        BLOCK_H=triton.next_power_of_2(num_kv_heads),
+        BLOCK_H=next_power_of_2(num_kv_heads),
         ITEM=ITEM_WIDTH,
         PIECES=PIECES,
         LIMITED=limits is not None,

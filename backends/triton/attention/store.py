@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from specdec.backends.base import AnyRope, HeadNorms, NormedRope
-from specdec.backends.triton.launch.relaunch import EARLY_ROWS, early, wait_for_others
+from specdec.backends.triton.launch.relaunch import EARLY_ROWS, cached_launch, early, is_aligned, wait_for_others
+from specdec.backends.triton.launch.sizes import next_power_of_2
 
 PROGRAMS = 8  # a token, at most
 
@@ -93,7 +94,10 @@ def _copy(
     tl.store(target + h * DIM + d, values.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+STRIDES = ["q_stride_t", "q_stride_h", "k_stride_t", "k_stride_h", "v_stride_t", "v_stride_h", "rope_stride_t"]
+
+
+@triton.jit(do_not_specialize=STRIDES)
 def _store_kernel(
     q,
     q_out,
@@ -115,6 +119,7 @@ def _store_kernel(
     v_stride_t,
     v_stride_h,
     rope_stride_t,
+    UNIT: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     QK_DIM: tl.constexpr,
@@ -131,7 +136,11 @@ def _store_kernel(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, and HEADS of its heads of K and V with their heads of q."""
+    """One token, and HEADS of its heads of K and V with their heads of q. Strides come in units of UNIT, so that their
+    alignment is known."""
+    q_stride_t, q_stride_h, rope_stride_t = q_stride_t * UNIT, q_stride_h * UNIT, rope_stride_t * UNIT
+    k_stride_t, k_stride_h = k_stride_t * UNIT, k_stride_h * UNIT
+    v_stride_t, v_stride_h = v_stride_t * UNIT, v_stride_h * UNIT
     Q_HEADS: tl.constexpr = NUM_HEADS * HEADS // NUM_KV_HEADS
     wait_for_others(PDL, True)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -189,39 +198,33 @@ def store_kv(
     assert cos.stride() == sin.stride() and cos.stride(-1) == 1, "cos and sin need one layout and a dense last dim"
     is_split = num_tokens <= EARLY_ROWS and num_heads % num_kv_heads == 0 and not kind
     heads = num_kv_heads // gcd(num_kv_heads, PROGRAMS) if is_split else num_kv_heads
-    _store_kernel[(num_tokens, num_kv_heads // heads)](
-        q,
-        q_out,
-        k,
-        v,
-        k_pool,
-        v_pool,
-        slots,
-        cos,
-        sin,
-        *norms[:4],
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        cos.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        QK_DIM=qk_dim,
-        V_DIM=v_dim,
-        ROTARY=rotary,
-        NORMS=kind,
-        COPIES_Q=copies_q,
-        V_IN_K=v_in_k,
-        HEADS=heads,
-        BLOCK_HQ=triton.next_power_of_2(max(num_heads * heads // num_kv_heads, 1)),
-        BLOCK_HKV=triton.next_power_of_2(heads),
-        BLOCK_QK=triton.next_power_of_2(qk_dim),
-        BLOCK_V=triton.next_power_of_2(v_dim),
-        BLOCK_HALF=triton.next_power_of_2(max(rotary // 2, 1)),
-        num_warps=2 if heads < num_kv_heads else 4,
-        **early(),
-    )
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0))
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    tensors = q, q_out, k, v, k_pool, v_pool, slots, cos, sin, norms.q, norms.k
+    args = *tensors, norms.eps, norms.offset, *(stride // unit for stride in strides)
+    starts = early()
+    constants = {
+        "UNIT": unit,
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "QK_DIM": qk_dim,
+        "V_DIM": v_dim,
+        "ROTARY": rotary,
+        "NORMS": kind,
+        "COPIES_Q": copies_q,
+        "V_IN_K": v_in_k,
+        "HEADS": heads,
+        "BLOCK_HQ": next_power_of_2(max(num_heads * heads // num_kv_heads, 1)),
+        "BLOCK_HKV": next_power_of_2(heads),
+        "BLOCK_QK": next_power_of_2(qk_dim),
+        "BLOCK_V": next_power_of_2(v_dim),
+        "BLOCK_HALF": next_power_of_2(max(rotary // 2, 1)),
+        "PDL": starts["PDL"],
+    }
+    options = {"num_warps": 2 if heads < num_kv_heads else 4, "launch_pdl": starts["launch_pdl"]}
+    grid = (num_tokens, num_kv_heads // heads)
+    if is_aligned(*tensors):
+        cached_launch(_store_kernel, **options)(grid, *args, **constants)
+    else:
+        _store_kernel[grid](*args, **constants, **options)
     return q_out

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import next_power_of_2
+
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # those of a part of a batch begin anywhere
 def _tables_kernel(
@@ -35,7 +37,7 @@ def rope_tables(
         scale,
         WIDTH=width,
         TIMES=times,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         num_warps=1,
     )
     return cos, sin

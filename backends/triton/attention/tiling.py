@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-import triton
 
 from specdec.backends.base import LayerSpec
 from specdec.backends.triton.attention.partials import padded_dim
 from specdec.backends.triton.launch.shared_memory import shared_memory
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
 
@@ -53,7 +53,7 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
     all_rows, is_fresh = m.positions.shape[0] * layer.num_heads, m.is_packed and m.max_prefix == 0
     if m.mode is ForwardMode.EXTEND:  # two tiles a processor; only a graph's number of tokens is not live
         most = 128 if row_bytes > 128 and shared > _MOST and not is_fresh else 64
-        rows = triton.cdiv(all_rows, 2 * PROCESSORS) if m.is_packed else most
+        rows = cdiv(all_rows, 2 * PROCESSORS) if m.is_packed else most
         if rows > 32 and not is_fresh:  # keys are split then: the largest tiles read them least often
             rows = most
     if dtype.itemsize > 2 or row_bytes > 256 or shared < _AMPLE:
@@ -62,7 +62,7 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
         is_few = m.mode is not ForwardMode.EXTEND and all_rows <= PROCESSORS
         is_few |= m.is_packed and all_rows <= 8 * PROCESSORS
         return _latent_tiling(is_few, dtype, shared)
-    block_m = min(max(16, triton.next_power_of_2(rows)), most)
+    block_m = min(max(16, next_power_of_2(rows)), most)
     block_n = 64 if row_bytes <= 256 else 32
     shape = (4, 2, 2) if row_bytes > 256 else (_WIDE if row_bytes > 128 else _NARROW)[block_m]
     if is_fresh:  # no tile has so many keys more than others that it had to be split
@@ -82,7 +82,7 @@ def _latent_tiling(is_few: bool, dtype: torch.dtype, shared: int) -> Tiling:
 def num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:
     """Return an upper bound of the tiles of a forward, `group` rows per query."""
     if m.is_packed:
-        return triton.cdiv(m.positions.shape[0] * group, block_m) + m.num_reqs
+        return cdiv(m.positions.shape[0] * group, block_m) + m.num_reqs
     if m.q_lens is None:
-        return m.num_reqs * triton.cdiv(m.q_len * group, block_m)
-    return sum(triton.cdiv(n * group, block_m) for n in m.q_lens)
+        return m.num_reqs * cdiv(m.q_len * group, block_m)
+    return sum(cdiv(n * group, block_m) for n in m.q_lens)

@@ -19,6 +19,7 @@ from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
 from specdec.backends.triton.attention.partials import Partials, fold_chunks, load_state
 from specdec.backends.triton.attention.plan import SplitPlan
 from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.core.batch import AttentionMetadata
 
 ROWS = 16  # of a program: the fewest that a product has
@@ -172,9 +173,9 @@ def attend_tails(
         *strides,
         1,  # is_new
     )
-    members = min(triton.next_power_of_2(group), ROWS)
+    members = min(next_power_of_2(group), ROWS)
     num_warps, ahead = (8, min(AHEAD, 2)) if layer.v_in_k else (2, AHEAD)
     own = {**constants, "ROWS": ROWS, "MEMBERS": members, "AHEAD": ahead}
-    grid = (m.q_len, layer.num_kv_heads * triton.cdiv(group, ROWS), m.num_reqs)
+    grid = (m.q_len, layer.num_kv_heads * cdiv(group, ROWS), m.num_reqs)
     compiled = _tails_kernel[grid](*args, **own, num_warps=num_warps, num_stages=1, launch_pdl=own["PDL"])
     return None if INTERPRETED else Relaunch(_tails_kernel, compiled, grid, (*args[:-1], 0), own)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import early, early_and_leading, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.norms import normalised
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
@@ -139,7 +140,7 @@ def top_scores(
     num_rows, num = scores.shape
     values = torch.empty(num_rows, k, dtype=dtype or scores.dtype, device=scores.device)
     indices = torch.empty(num_rows, k, dtype=torch.int64, device=scores.device)
-    block = triton.next_power_of_2(num)
+    block = next_power_of_2(num)
     if num_rows:
         _top_kernel[(num_rows,)](
             scores,
@@ -150,7 +151,7 @@ def top_scores(
             K=k,
             SOFTMAX=softmax,
             BLOCK=block,
-            BLOCK_K=triton.next_power_of_2(k),
+            BLOCK_K=next_power_of_2(k),
             num_warps=1 if block <= 512 else 4,
             **early(num_rows),
         )
@@ -162,10 +163,10 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) 
     rows, weights = rows.contiguous(), weights.contiguous()
     (num_tokens, k), num_columns = weights.shape, rows.shape[1]
     out = torch.empty(num_tokens, num_columns, dtype=dtype, device=rows.device)
-    block = min(triton.next_power_of_2(num_columns), COLUMNS)
+    block = min(next_power_of_2(num_columns), COLUMNS)
     if num_tokens:
         is_rounded = torch.promote_types(rows.dtype, weights.dtype) == rows.dtype
-        grid = (num_tokens, triton.cdiv(num_columns, block))
+        grid = (num_tokens, cdiv(num_columns, block))
         constants = {"H": num_columns, "K": k, "ROUND": is_rounded, "BLOCK": block, **early(num_tokens)}
         _weighted_sum_kernel[grid](rows, weights, out, **constants)
     return out
@@ -191,7 +192,7 @@ def experts_rms_norm(
         stride = 0 if gate is None else gate.stride(0)
         constants = {"H": H, "K": k, "ROUND": torch.promote_types(rows.dtype, weights.dtype) == rows.dtype}
         constants |= {"SHARED": shared is not None, "GATED": gate is not None, "LATE": is_late}
-        constants |= {"BLOCK": triton.next_power_of_2(H), "num_warps": NORM_WARPS, **early_and_leading(num_tokens)}
+        constants |= {"BLOCK": next_power_of_2(H), "num_warps": NORM_WARPS, **early_and_leading(num_tokens)}
         args = rows, weights, shared, gate, residual, scale, out, total, stride, eps, offset
         _experts_norm_kernel[(num_tokens,)](*args, **constants)
     return out, total

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from specdec.backends.triton.experts.products import gated_columns, line_of, scanned
 from specdec.backends.triton.launch.relaunch import INTERPRETED, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import appended, eighths_of_mxfp4
 
@@ -144,7 +145,7 @@ def launch(
 ) -> None:
     """Fill `out`; counts, num_groups, constants: of `products.grouping`; see `quantised.grouped`."""
     (E, num_blocks, N), K = exponents.shape, x.shape[1]
-    few_rows_kernel[(triton.cdiv(N, COLUMNS), num_groups)](
+    few_rows_kernel[(cdiv(N, COLUMNS), num_groups)](
         x,
         ids,
         words,

@@ -16,6 +16,7 @@ import triton.language as tl
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, follows_early, wait_for_others
 from specdec.backends.triton.launch.shared_memory import shared_memory
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.tiles import Tile
 
@@ -222,7 +223,7 @@ def grouped_linear(
         return out
     tile = tiling(num_rows, num_experts, x.shape[1], x.element_size(), shared_memory(x.device))
     lines, num_groups, constants = grouping(x, ids, num_experts, tile.m)
-    _grouped_linear_kernel[(triton.cdiv(num_columns, tile.n), num_groups)](
+    _grouped_linear_kernel[(cdiv(num_columns, tile.n), num_groups)](
         x,
         ids,
         weight,
@@ -262,7 +263,7 @@ def grouping(
     counts = num_rows, num_rows // x.shape[0], int(num_rows <= num_experts)
     if not is_routed:
         return (ids, ids, *counts), num_groups, {**constants, "BLOCK_IDS": FEW if num_rows <= FEW else SCANNED}
-    constants["BLOCK_IDS"] = triton.next_power_of_2(num_experts + 1)
+    constants["BLOCK_IDS"] = next_power_of_2(num_experts + 1)
     return (*route(ids, num_experts), *counts), num_groups + num_rows // block_m, constants
 
 

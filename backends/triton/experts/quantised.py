@@ -21,6 +21,7 @@ from specdec.backends.triton.experts.products import (
 )
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, capability, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear.parts import with_diagonal
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import eighths_of_mxfp4, in_order
@@ -191,7 +192,7 @@ def grouped(
     """See `specdec.backends.experts.quantised`: of FP8 where there are row_scales, else of MXFP4."""
     x, ids, is_fp8 = x.contiguous(), expert_ids.contiguous(), row_scales is not None
     num_experts, num_rows, K = weight.shape[0], ids.numel(), x.shape[1]
-    N, num_blocks = weight.shape[1 if is_fp8 else 2], triton.cdiv(K, 128)
+    N, num_blocks = weight.shape[1 if is_fp8 else 2], cdiv(K, 128)
     out = torch.empty(num_rows, N // (2 if activation else 1), dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
@@ -200,7 +201,7 @@ def grouped(
     if not is_fp8 and not constants["ROUTED"] and (INTERPRETED or capability() == 90):
         few.launch(x, ids, weight, scales, bias, out, activation, lines[2:], num_groups, constants)
         return out
-    _quantised_experts_kernel[(triton.cdiv(N, tile.n), num_groups)](
+    _quantised_experts_kernel[(cdiv(N, tile.n), num_groups)](
         x,
         out if row_scales is None else row_scales,
         ids,

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -23,12 +23,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import build
 from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 MOST = 16  # threads, and processes for them
 DONE = "attached"  # a file in Triton's cache
+LAUNCHER = "__triton_launcher"
 _CURRENT: list["CompileWorkers | None"] = []  # of the attach that runs; None: all kernels are cached
 
 
@@ -43,7 +45,8 @@ def compile_workers(name: str) -> Iterator[None]:
             workers = CompileWorkers(num_compiling())
         _CURRENT.append(workers)
     try:
-        yield
+        with nullcontext() if workers is None else _launchers_in_haste():
+            yield
     finally:
         _CURRENT.clear()
         if workers is not None:
@@ -51,6 +54,23 @@ def compile_workers(name: str) -> Iterator[None]:
     if workers is not None:
         with suppress(OSError):
             notes.put(b"", DONE)
+
+
+@contextmanager
+def _launchers_in_haste() -> Iterator[None]:
+    """Within it, C compilers do not optimise Triton's launchers, which takes them half of the time. Before 3.7 Triton
+    has them make one for every kernel."""
+    own = build._build
+
+    def unoptimised(name: str, *args: Any) -> Any:
+        *others, flags = args
+        return own(name, *others, [*flags, "-O0"] if name == LAUNCHER else flags)
+
+    build._build = unoptimised
+    try:
+        yield
+    finally:
+        build._build = own
 
 
 def kernels_are_cached() -> bool:

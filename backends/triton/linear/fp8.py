@@ -14,6 +14,7 @@ import triton.language as tl
 
 from specdec.backends.linear import aligned_rows
 from specdec.backends.triton.launch.relaunch import cached_launch, follows_early, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.gated_fp8 import gated_fp8, takes
 from specdec.backends.triton.linear.parts import Tile, Tiles
 from specdec.backends.triton.linear.quantised import launch
@@ -48,12 +49,12 @@ def quantise(x: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]
     """See `specdec.backends.linear.fp8.quantise`."""
     rows = aligned_rows(x)
     num_rows, K = rows.shape
-    group, together = (triton.next_power_of_2(K), 1) if by_row else (128, 16)
-    num = triton.cdiv(K, group)
+    group, together = (next_power_of_2(K), 1) if by_row else (128, 16)
+    num = cdiv(K, group)
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, num, dtype=torch.float32, device=x.device)
     if num_rows:
-        grid = num_rows, triton.cdiv(num, together)
+        grid = num_rows, cdiv(num, together)
         is_early = follows_early(num_rows)
         run = cached_launch(_quantise_kernel, 16 if by_row else 4, launch_pdl=is_early)
         run(grid, rows, out, scales, rows.stride(0) // 16, K=K, GROUP=group, GROUPS=together, PDL=is_early)

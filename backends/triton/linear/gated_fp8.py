@@ -20,6 +20,7 @@ from specdec.backends.triton.launch.relaunch import (
     follows_early,
     wait_for_others,
 )
+from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import finished
 from specdec.backends.triton.linear.products import dot
@@ -113,8 +114,8 @@ def takes(num_rows: int, N: int, scales: Sequence[torch.Tensor], activation: str
     """
     if not activation or num_rows > MOST_ROWS or scales[0].dim() == 1:
         return False
-    num_programs = triton.cdiv(N, 128)
-    places = NUM_MULTIPROCESSORS * triton.cdiv(num_programs, NUM_MULTIPROCESSORS)
+    num_programs = cdiv(N, 128)
+    places = NUM_MULTIPROCESSORS * cdiv(num_programs, NUM_MULTIPROCESSORS)
     return INTERPRETED or (capability() == 90 and num_programs >= LEAST_BUSY * places)
 
 
@@ -140,5 +141,5 @@ def gated_fp8(
     constants |= {"UPCAST": INTERPRETED, "IS_UNEVEN": num_blocks % (4 * BLOCKS) > 0, "BLOCK_M": MOST_ROWS}
     constants |= {"BLOCKS": BLOCKS, "NUM_STAGES": NUM_STAGES, "PDL": is_early}
     run = cached_launch(_gated_kernel, 4, NUM_STAGES, is_early)
-    run((triton.cdiv(N, 128),), *args, num_rows, num_blocks, N // 16, x.stride(0) // 16, **constants)
+    run((cdiv(N, 128),), *args, num_rows, num_blocks, N // 16, x.stride(0) // 16, **constants)
     return out, out_scales

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import cached_launch, early_and_leading, is_aligned, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.strides import in_rows
 
 
@@ -79,8 +80,8 @@ def apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.T
     (gate, rows), (up, up_rows) = in_rows(gate), in_rows(up if up.shape[-1] == N else up.reshape(-1, N))
     unit = 8 if all(size % 8 == 0 for size in (N, *rows[1:], *up_rows[1:])) else 1
     sizes = [size if i == 0 else size // unit for of in (rows, up_rows) for i, size in enumerate(of)]
-    block, starts = min(triton.next_power_of_2(N), 1024), early_and_leading(num_rows)
-    grid, args = (num_rows, triton.cdiv(N, block)), (gate, up, out, *sizes)
+    block, starts = min(next_power_of_2(N), 1024), early_and_leading(num_rows)
+    grid, args = (num_rows, cdiv(N, block)), (gate, up, out, *sizes)
     constants = {"N": N, "UNIT": unit, "ACTIVATION": activation, "BLOCK": block}
     constants |= {name: starts[name] for name in ("PDL", "LEADS")}
     if is_aligned(gate, up):

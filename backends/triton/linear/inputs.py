@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import early_and_leading, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.norms import NUM_WARPS, WIDE, normalised
 
 
@@ -64,13 +65,13 @@ def joined_inputs(
     (num_rows, H), R = states.shape, tables[0].numel()
     out = torch.empty(num_rows, 2 * H, dtype=states.dtype, device=states.device)
     rope = torch.empty(num_rows, *tables.shape[1:], dtype=tables.dtype, device=tables.device)
-    block = triton.next_power_of_2(H)
+    block = next_power_of_2(H)
     together = max(WIDE // block, 1)  # as in norms alone
     if num_rows:
         tensors = ids, embedding, states, positions, tables
-        _inputs_kernel[(triton.cdiv(num_rows, together), 3)](
+        _inputs_kernel[(cdiv(num_rows, together), 3)](
             *(t.contiguous() for t in tensors), state_weight, weight, out, rope, num_rows, eps, offset,
-            H=H, R=R, LATE=is_late, ROWS=together, BLOCK=block, BLOCK_R=triton.next_power_of_2(R),
+            H=H, R=R, LATE=is_late, ROWS=together, BLOCK=block, BLOCK_R=next_power_of_2(R),
             num_warps=NUM_WARPS, **early_and_leading(num_rows),
         )  # fmt: skip
     return out, rope

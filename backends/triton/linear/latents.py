@@ -9,6 +9,7 @@ import triton.language as tl
 
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.products import dot
 
 
@@ -72,9 +73,9 @@ def _of_heads(
     N, K = (weight.shape[1], size) if is_transposed else (size, weight.shape[1])
     out = torch.empty(num_rows, num_heads, N + num_rest, dtype=x.dtype, device=x.device)
     is_short = num_rows <= 64
-    block_m = min(max(16, triton.next_power_of_2(num_rows)), 64 if is_short else 128)
+    block_m = min(max(16, next_power_of_2(num_rows)), 64 if is_short else 128)
     block_n = 64 if is_short else 128
-    _heads_kernel[(triton.cdiv(num_rows, block_m), num_heads, triton.cdiv(N, block_n))](
+    _heads_kernel[(cdiv(num_rows, block_m), num_heads, cdiv(N, block_n))](
         x,
         weight,
         out,
@@ -91,7 +92,7 @@ def _of_heads(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=64,
-        BLOCK_REST=triton.next_power_of_2(max(num_rest, 1)),
+        BLOCK_REST=next_power_of_2(max(num_rest, 1)),
         num_warps=4 if is_short else 8,
         num_stages=3,
     )

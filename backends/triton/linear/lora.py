@@ -21,6 +21,7 @@ from specdec.backends.triton.launch.relaunch import (
     is_aligned,
     wait_for_others,
 )
+from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear.parts import filled, picked
 from specdec.backends.triton.linear.products import dot
 
@@ -227,10 +228,10 @@ def lora(
     out = torch.empty(num_rows, N, dtype=y.dtype, device=y.device)
     if num_rows == 0:
         return out
-    num_chunks, block, is_early = triton.cdiv(K, CHUNK), 128 if rank < 64 else 64, follows_early(num_rows)
+    num_chunks, block, is_early = cdiv(K, CHUNK), 128 if rank < 64 else 64, follows_early(num_rows)
     sums = torch.empty(len(a), num_chunks, num_rows, rank, dtype=torch.float32, device=x.device)
     together = next((count for most, count in TOGETHER if num_rows <= most), BLOCK_M)
-    tiles, unit = triton.cdiv(num_rows, together), _unit(K, x.stride(0))
+    tiles, unit = cdiv(num_rows, together), _unit(K, x.stride(0))
     shape = {"RANK": rank, "TOGETHER": together, "UPCAST": INTERPRETED, "BLOCK_M": BLOCK_M}
     args: tuple[Any, ...] = (x, *filled(a), adapters, sums, num_rows, K // unit, x.stride(0) // unit)
     _launch(
@@ -242,7 +243,7 @@ def lora(
     )
     sizes = [*(of_b.shape[1] for of_b in b), *[0] * (MOST_PARTS - len(b))]
     unit = _unit(N, y.stride(0), *sizes)
-    blocks = sum(triton.cdiv(size, block) for size in (*sizes, N - sum(sizes)))
+    blocks = sum(cdiv(size, block) for size in (*sizes, N - sum(sizes)))
     numbers = num_rows, *(size // unit for size in (y.stride(0), N, *sizes))
     args = y, *filled(b), *filled(scales), adapters, sums, out, *numbers
     constants = {"UNIT": unit, "NUM_CHUNKS": num_chunks, **shape, "BLOCK_N": block, "PDL": is_early}

@@ -15,6 +15,7 @@ from specdec.backends.triton.launch.relaunch import (
     is_aligned,
     wait_for_others,
 )
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.rounding import quantised
 from specdec.backends.triton.linear.strides import in_rows, whole_rows
 
@@ -139,12 +140,12 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     num_tokens = gate.numel() // gate.shape[-2:].numel() if gate.dim() > 2 else gate.shape[0]  # of heads each, or rows
     x, (gate, rows) = x.contiguous(), in_rows(gate)
     out, H = torch.empty_like(x), x.shape[-1]
-    num_rows, block = x.numel() // H, triton.next_power_of_2(H)
+    num_rows, block = x.numel() // H, next_power_of_2(H)
     together = max(WIDE // 2 // block, 1)
     if num_rows:
         args = x, gate, weight, out, num_rows, *rows, eps
         constants = {"H": H, "ROWS": together, "BLOCK": block}
-        _gated_norm_kernel[(triton.cdiv(num_rows, together),)](*args, **constants, **early_and_leading(num_tokens))
+        _gated_norm_kernel[(cdiv(num_rows, together),)](*args, **constants, **early_and_leading(num_tokens))
     return out
 
 
@@ -194,9 +195,9 @@ def _launch(
         return out
     inner, outer, stride = rows
     unit = 8 if all(stride % 8 == 0 for stride in x.stride()[:-1]) else 1  # the same for one row and for more
-    block = triton.next_power_of_2(H)
+    block = next_power_of_2(H)
     together = max(WIDE // block, 1)
-    grid = (triton.cdiv(num_rows, together),)
+    grid = (cdiv(num_rows, together),)
     tensors = x, residual, weight, out, out if scales is None else scales, out if total is None else total
     args = *tensors, num_rows, inner, outer // unit, stride // unit, eps, offset
     constants = {"H": H, "UNIT": unit, "ADD": total is not None, "LATE": is_late}

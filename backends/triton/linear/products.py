@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, capability, follows_early, is_aligned
+from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
@@ -174,4 +175,4 @@ def launch_of(
     )
     constants = {"UNIT": unit, "TMA": is_tma, "ACTIVATION": activation, "HAS_BIAS": bias is not None}
     constants |= {"UPCAST": INTERPRETED, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
-    return (triton.cdiv(num_rows, tile.m), triton.cdiv(N, tile.n)), args, constants
+    return (cdiv(num_rows, tile.m), cdiv(N, tile.n)), args, constants

@@ -14,6 +14,7 @@ from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, follows_early, wait_for_others
 from specdec.backends.triton.launch.shared_memory import shared_memory
+from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear import quarters
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import Tile, Tiles, filled, finished, part_of, picked, with_diagonal
@@ -177,8 +178,8 @@ def launch(
     else:
         tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
         constants = {"PACK": tile.pack, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
-    num_columns = sum(triton.cdiv(size, tile.n) for size in own)
-    grid = (num_columns,) if by_quarters else (triton.cdiv(num_rows, tile.m), num_columns)
+    num_columns = sum(cdiv(size, tile.n) for size in own)
+    grid = (num_columns,) if by_quarters else (cdiv(num_rows, tile.m), num_columns)
     rows = [x] if by_quarters else [x, x if row_scales is None else row_scales]
     tensors = *rows, *filled(weights), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)), x.stride(0))]

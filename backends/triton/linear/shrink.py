@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, follows_early
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.lora import BLOCK_M, CHUNK, block_k, chunk_sums
 from specdec.backends.triton.linear.parts import filled, picked
 
@@ -80,11 +81,11 @@ def sums_by_adapter(x: torch.Tensor, a: Sequence[torch.Tensor], adapters: torch.
     Under PDL the launch that follows may begin before this one has ended.
     """
     (num_rows, K), (num_adapters, rank, _) = x.shape, a[0].shape
-    num_chunks, unit = triton.cdiv(K, CHUNK), 8 if K % 8 == 0 and x.stride(0) % 8 == 0 else 1
+    num_chunks, unit = cdiv(K, CHUNK), 8 if K % 8 == 0 and x.stride(0) % 8 == 0 else 1
     sums = torch.empty(len(a), num_chunks, num_rows, rank, dtype=torch.float32, device=x.device)
     most_tiles = min(num_rows, num_adapters + num_rows // BLOCK_M)
     constants = {"UNIT": unit, "CHUNK": CHUNK, "RANK": rank, "UPCAST": INTERPRETED}
-    constants |= {"ROWS": max(BLOCK_M, triton.next_power_of_2(num_rows)), "BLOCK_M": BLOCK_M}
+    constants |= {"ROWS": max(BLOCK_M, next_power_of_2(num_rows)), "BLOCK_M": BLOCK_M}
     constants |= {"BLOCK_K": block_k(rank), "PDL": (is_early := follows_early())}
     args = (x, *filled(a), adapters, sums, num_rows, K // unit, x.stride(0) // unit)
     run = cached_launch(_shrink_by_adapter_kernel, num_warps=4, launch_pdl=is_early)

@@ -7,9 +7,9 @@ half of them a program each; a tile of 64 is also the least that its tensor core
 from typing import NamedTuple
 
 import torch
-import triton
 
 from specdec.backends.triton.launch.shared_memory import shared_memory
+from specdec.backends.triton.launch.sizes import cdiv
 
 NUM_MULTIPROCESSORS = 132  # of an H200 and an H100
 
@@ -47,7 +47,7 @@ SMALLER = (Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 6))  # while each multi
 def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.device) -> Tile:
     """Return the tile of x [num_rows, K] times weight [N, K], of 2 bytes an element; is_gated: of two such weights."""
     if num_rows > 128:
-        fitting = (t for t in SMALLER if triton.cdiv(num_rows, t.m) * triton.cdiv(N, t.n) <= NUM_MULTIPROCESSORS)
+        fitting = (t for t in SMALLER if cdiv(num_rows, t.m) * cdiv(N, t.n) <= NUM_MULTIPROCESSORS)
         tile = MANY_GATED if is_gated else next(fitting, MANY)
     else:
         is_narrow = N <= NUM_MULTIPROCESSORS * 32
@@ -58,6 +58,6 @@ def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.dev
         else:
             tiles = SHORT if K < 1024 else NARROW if is_narrow else MIDDLE
         tile = tiles[sum(num_rows > limit for limit in (16, 32, 64))]
-        if tile == GATED[-1] and NUM_MULTIPROCESSORS < triton.cdiv(N, tile.n) <= 2 * NUM_MULTIPROCESSORS:
+        if tile == GATED[-1] and NUM_MULTIPROCESSORS < cdiv(N, tile.n) <= 2 * NUM_MULTIPROCESSORS:
             tile = tile._replace(num_stages=3)  # two programs fit on a multiprocessor, so all run at once
     return tile.fitting(2 if is_gated else 1, shared_memory(device) - (8 << 10))

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED
+from specdec.backends.triton.launch.sizes import next_power_of_2
 
 UPCAST = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16
 PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three products of tensor cores, which together are as exact
@@ -17,7 +18,7 @@ PARTS = tl.constexpr(3)  # bf16 that fp32 is taken apart into where its partner 
 
 def requests_block(num_reqs: int) -> int:
     """Return BLOCK_R, the same for all batches but large ones: a kernel is compiled for each when it is first met."""
-    return max(triton.next_power_of_2(num_reqs), LEAST_REQUESTS)
+    return max(next_power_of_2(num_reqs), LEAST_REQUESTS)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ScanInputs, ScanLayer, ScanSpec
 from specdec.backends.triton.launch.shared_memory import shared_memory
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.recurrent import scan
 from specdec.backends.triton.recurrent.chunk_solve import solve_kernel, weights_kernel
 from specdec.backends.triton.recurrent.chunk_tiles import (
@@ -185,9 +186,9 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
     (q, k, v, g, beta, _), strides = scan.arguments(inputs)
     of_q, of_k, of_v, of_g, of_beta = (strides[at : at + 2] for at in range(0, 10, 2))
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
-    total = triton.cdiv(num_tokens, CHUNK[spec.decay]) + m.num_reqs  # or fewer, padding included
-    num_segments = triton.cdiv(total * _chunk_bytes(spec), SCRATCH)
-    num_chunks = triton.cdiv(total, num_segments)
+    total = cdiv(num_tokens, CHUNK[spec.decay]) + m.num_reqs  # or fewer, padding included
+    num_segments = cdiv(total * _chunk_bytes(spec), SCRATCH)
+    num_chunks = cdiv(total, num_segments)
     s = _scratch(spec, num_chunks, inputs.v.device)
     common = _constants(spec, m.num_reqs) | {"G": inputs.q.shape[1]}
     for first in range(0, total, num_chunks):
@@ -201,15 +202,15 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
         if spec.is_corrected:
             solve_kernel[(num_chunks, spec.heads)](
                 k, v, g, beta, s.cums, s.kk, s.u, s.w, *lies, *of_k, *of_v, *of_g, *of_beta,
-                BLOCK_P=triton.next_power_of_2(spec.v_dim), **common_p, **SOLVE,
+                BLOCK_P=next_power_of_2(spec.v_dim), **common_p, **SOLVE,
             )  # fmt: skip
         states = _states_constants(spec, inputs.k.element_size(), shared_memory(inputs.k.device))
-        _states_kernel[(triton.cdiv(spec.v_dim, states["BLOCK_P"]), spec.heads, m.num_reqs)](
+        _states_kernel[(cdiv(spec.v_dim, states["BLOCK_P"]), spec.heads, m.num_reqs)](
             k, v, g, s.cums, s.keys, s.u, s.w, s.states, layer.state, m.rows, m.prefix_lens, m.qo_indptr,
             first, num_chunks, *of_k, *of_v, *of_g, CORRECTED=spec.is_corrected, **common_p, **states,
         )  # fmt: skip
         outputs = _blocks(spec, OUTPUTS)
-        _outputs_kernel[(num_chunks, spec.heads, triton.cdiv(spec.v_dim, outputs["BLOCK_P"]))](
+        _outputs_kernel[(num_chunks, spec.heads, cdiv(spec.v_dim, outputs["BLOCK_P"]))](
             q, k, v, g, s.cums, s.qk, s.u, s.states, factors, out, *lies, *of_q, *of_k, *of_v, *of_g,
             CORRECTED=spec.is_corrected, HAS_FACTORS=factors is not None, **common_p, **outputs,
         )  # fmt: skip
@@ -222,7 +223,7 @@ def _constants(spec: ScanSpec, num_reqs: int) -> dict[str, Any]:
         G=spec.key_heads,
         N=spec.k_dim,
         BLOCK_R=requests_block(num_reqs),
-        BLOCK_N=max(triton.next_power_of_2(spec.k_dim), 16),
+        BLOCK_N=max(next_power_of_2(spec.k_dim), 16),
         CHUNK=CHUNK[spec.decay],
     )
 
@@ -231,7 +232,7 @@ def _blocks(spec: ScanSpec, given: dict[str, int]) -> dict[str, int]:
     """Blocks of values and keys no wider than they need be."""
     widths = {"BLOCK_P": spec.v_dim, "BLOCK_K": spec.k_dim}
     return {
-        name: min(value, max(triton.next_power_of_2(widths[name]), 16)) if name in widths else value
+        name: min(value, max(next_power_of_2(widths[name]), 16)) if name in widths else value
         for name, value in given.items()
     }
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ConvInputs, ConvLayer
 from specdec.backends.triton.launch.relaunch import early_and_leading, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.recurrent.chunk_tiles import requests_block
 from specdec.core.batch import AttentionMetadata
 
@@ -182,7 +183,7 @@ def conv_tail(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata)
     """See `backends.recurrent.convolution.conv_tail`."""
     m, spec, bits, num_tokens = metadata, layer.spec, metadata.ancestor_bits, inputs.x.shape[0]
     tensors, strides, constants = _arguments(inputs, layer)
-    _conv_tail_kernel[(triton.cdiv(spec.channels, BLOCK_C), num_tokens)](
+    _conv_tail_kernel[(cdiv(spec.channels, BLOCK_C), num_tokens)](
         *tensors,
         layer.tail,
         m.rows,
@@ -194,7 +195,7 @@ def conv_tail(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata)
         *strides,
         KERNEL=spec.kernel,
         WORDS=0 if bits is None else bits.shape[2],
-        BLOCK_NODES=triton.next_power_of_2(m.tail_len),
+        BLOCK_NODES=next_power_of_2(m.tail_len),
         BLOCK=BLOCK_C,
         num_warps=BLOCK_C // 32,
         **constants,
@@ -208,7 +209,7 @@ def conv_step(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata)
     spec, num_tokens, (tensors, strides, constants) = layer.spec, inputs.x.shape[0], _arguments(inputs, layer)
     constants |= {"KEPT": spec.kernel - 1, "BLOCK": BLOCK_C, "num_warps": BLOCK_C // 32}
     args = *tensors, metadata.rows, metadata.prefix_lens, *strides
-    grid = triton.cdiv(spec.channels, BLOCK_C), num_tokens
+    grid = cdiv(spec.channels, BLOCK_C), num_tokens
     _conv_step_kernel[grid](*args, **constants, **early_and_leading(num_tokens))
     return tensors[3]
 
@@ -217,18 +218,18 @@ def conv_extend(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadat
     """See `backends.recurrent.convolution.conv_extend`."""
     m, spec, num_tokens, kept = metadata, layer.spec, inputs.x.shape[0], layer.spec.kernel - 1
     tensors, strides, constants = _arguments(inputs, layer)
-    grid = triton.cdiv(spec.channels, EXTEND["BLOCK"]), triton.cdiv(num_tokens, EXTEND["BLOCK_T"])
+    grid = cdiv(spec.channels, EXTEND["BLOCK"]), cdiv(num_tokens, EXTEND["BLOCK_T"])
     of_batch = m.rows, m.prefix_lens, m.qo_indptr
     constants |= {"KERNEL": spec.kernel, "BLOCK_R": requests_block(m.num_reqs), **EXTEND}
     _conv_extend_kernel[grid](*tensors, *of_batch, num_tokens, m.num_reqs, *strides, **constants)
-    _keep_inputs_kernel[(triton.cdiv(spec.channels, BLOCK_C), m.num_reqs)](
+    _keep_inputs_kernel[(cdiv(spec.channels, BLOCK_C), m.num_reqs)](
         inputs.x,
         layer.state,
         *of_batch,
         *inputs.x.stride(),
         CHANNELS=spec.channels,
         KEPT=kept,
-        BLOCK_K=triton.next_power_of_2(kept),
+        BLOCK_K=next_power_of_2(kept),
         BLOCK=BLOCK_C,
     )
     return tensors[3]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ConvSpec, RecurrentLayer, ScanSpec
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.recurrent.scan import constants, width
 from specdec.backends.triton.recurrent.tokens import take_node
 from specdec.core.cache.pool import Commit
@@ -108,13 +109,13 @@ def _fold_of_kind(layers: Sequence[RecurrentLayer]) -> Commit:
     if isinstance(spec, ConvSpec):
         kernel, max_tail, block = _fold_conv_kernel, layers[0].tail.shape[1], 256  # type: ignore[union-attr]
         kept = spec.kernel - 1
-        options = dict(CHANNELS=spec.channels, KEPT=kept, BLOCK_K=triton.next_power_of_2(kept), BLOCK_C=block)
-        blocks, programs = triton.cdiv(spec.channels, block), len(layers)
+        options = dict(CHANNELS=spec.channels, KEPT=kept, BLOCK_K=next_power_of_2(kept), BLOCK_C=block)
+        blocks, programs = cdiv(spec.channels, block), len(layers)
     else:
         kernel, max_tail, options = _fold_scan_kernel, layers[0].k.shape[1], constants(spec)  # type: ignore[union-attr]
         options = {**options, "WIDTH": width(spec)}
         del options["CORRECTED"]
-        blocks, programs = triton.cdiv(spec.v_dim, options["BLOCK_P"]), len(layers) * spec.heads
+        blocks, programs = cdiv(spec.v_dim, options["BLOCK_P"]), len(layers) * spec.heads
     like = layers[0].state
     pointers = _pointers(layers)
 
@@ -131,7 +132,7 @@ def _fold_of_kind(layers: Sequence[RecurrentLayer]) -> Commit:
             len(layers),
             max_tail,
             W=path,
-            BLOCK_W=triton.next_power_of_2(path),
+            BLOCK_W=next_power_of_2(path),
             **options,
         )
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ScanInputs, ScanLayer, ScanSpec
 from specdec.backends.triton.launch.relaunch import early_and_leading, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.recurrent.tokens import (
     decayed,
     load_decay,
@@ -189,7 +190,7 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
         *strides,
         WIDTH=width(spec),
         WORDS=words,
-        BLOCK_WORDS=triton.next_power_of_2(max(words, 1)),
+        BLOCK_WORDS=next_power_of_2(max(words, 1)),
         **constants(spec),
         **_of_inputs(inputs),
     )
@@ -229,7 +230,7 @@ def _token_by_token(
 def constants(spec: ScanSpec) -> dict[str, Any]:
     """Return what the kernels are compiled for, how many warps they run in, and that they round every product: what a
     compiler fuses with a sum differs from kernel to kernel, and states must not."""
-    block_n = triton.next_power_of_2(spec.k_dim)
+    block_n = next_power_of_2(spec.k_dim)
     tile = TILE // 2 if spec.decay == "state" else TILE  # there, each element takes an exponential
     return dict(
         H=spec.heads,
@@ -239,7 +240,7 @@ def constants(spec: ScanSpec) -> dict[str, Any]:
         DECAY=spec.decay,
         CORRECTED=spec.is_corrected,
         BLOCK_N=block_n,
-        BLOCK_P=min(max(tile // block_n, 8), triton.next_power_of_2(spec.v_dim)),
+        BLOCK_P=min(max(tile // block_n, 8), next_power_of_2(spec.v_dim)),
         num_warps=1,
         enable_fp_fusion=False,
     )
@@ -256,7 +257,7 @@ def width(spec: ScanSpec) -> int:
 
 
 def _grid(spec: ScanSpec, num_reqs: int) -> tuple[int, int, int]:
-    return triton.cdiv(spec.v_dim, constants(spec)["BLOCK_P"]), spec.heads, num_reqs
+    return cdiv(spec.v_dim, constants(spec)["BLOCK_P"]), spec.heads, num_reqs
 
 
 def arguments(inputs: ScanInputs) -> tuple[list[torch.Tensor | None], list[int]]:

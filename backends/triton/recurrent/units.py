@@ -10,6 +10,7 @@ import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ScanInputs
 from specdec.backends.triton.launch.relaunch import early, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.recurrent.scan import arguments
 from specdec.backends.triton.recurrent.tokens import as_units, query_factor
 
@@ -68,10 +69,10 @@ def delta_gates(
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     num_rows, H = a.shape
     g, beta = torch.empty(2, num_rows, H, dtype=torch.float32, device=a.device)
-    block = triton.next_power_of_2(H)
+    block = next_power_of_2(H)
     rows = max(512 // block, 1)
     if num_rows:
-        _gates_kernel[(triton.cdiv(num_rows, rows),)](
+        _gates_kernel[(cdiv(num_rows, rows),)](
             a, b, log_rates, bias, g, beta, num_rows, a.stride(0), b.stride(0), H=H, ROWS=rows, BLOCK=block, **early()
         )
     return g, beta
@@ -84,9 +85,9 @@ def units(inputs: ScanInputs) -> tuple[ScanInputs, torch.Tensor]:
     num_tokens, heads, v_dim = v.shape
     values = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     strengths, factors = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=v.device)
-    _units_kernel[(triton.cdiv(num_tokens, BLOCK_T), heads)](
+    _units_kernel[(cdiv(num_tokens, BLOCK_T), heads)](
         q, k, v, beta, values, strengths, factors, num_tokens, *strides[:6], *strides[8:10],
         H=heads, GIVEN=q.shape[1], N=q.shape[2], P=v_dim, SCALE=inputs.scale, BLOCK_T=BLOCK_T,
-        BLOCK_N=triton.next_power_of_2(q.shape[2]), BLOCK_P=triton.next_power_of_2(v_dim),
+        BLOCK_N=next_power_of_2(q.shape[2]), BLOCK_P=next_power_of_2(v_dim),
     )  # fmt: skip
     return ScanInputs(q, k, values, inputs.g, strengths), factors

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import CachedLaunch
+from specdec.backends.triton.launch.sizes import cdiv
 
 
 @triton.jit(
@@ -60,6 +61,6 @@ def admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Te
     (stops, width), sampling, block = (columns[3].shape[1], table.shape[1]), columns[4], 512
     num_numbers = 1 + sum(column.shape[1:].numel() for column in columns)
     assert sampling.T.is_contiguous() and table.is_contiguous() and packed.stride(1) == 1
-    grid = packed.shape[0], triton.cdiv(width, block)
+    grid = packed.shape[0], cdiv(width, block)
     sizes = (packed.stride(0), packed.shape[1] - num_numbers, width, page_size, len(sampling))
     _launch(grid, packed, table, *columns, *sizes, NUM_STOPS=stops, NUM_SAMPLING=sampling.shape[1], BLOCK=block)

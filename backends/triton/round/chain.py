@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import early, wait_for_others
+from specdec.backends.triton.launch.sizes import next_power_of_2
 from specdec.core.config import num_words
 
 
@@ -60,8 +61,8 @@ def chain(root: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch
         drafts.stride(0),
         NUM_NODES=num_nodes,
         NUM_WORDS=bits.shape[2],
-        BLOCK_N=triton.next_power_of_2(num_nodes),
-        BLOCK_W=triton.next_power_of_2(bits.shape[2]),
+        BLOCK_N=next_power_of_2(num_nodes),
+        BLOCK_W=next_power_of_2(bits.shape[2]),
         **early(),
     )
     return tokens, parents, depths, bits

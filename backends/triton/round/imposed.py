@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import early, wait_for_others
+from specdec.backends.triton.launch.sizes import next_power_of_2
 from specdec.backends.triton.round.walk import VerifyOutput
 
 
@@ -54,7 +55,7 @@ def impose(verified: VerifyOutput, nodes: torch.Tensor, rates: torch.Tensor, dra
         *made,
         D=num_nodes,
         W=width,
-        BLOCK_W=triton.next_power_of_2(width),
+        BLOCK_W=next_power_of_2(width),
         num_warps=1,
         **early(),
     )

@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import next_power_of_2
+
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows", "ends"])
 def _lookup_kernel(
@@ -57,7 +59,7 @@ def look_up(
         NUM_TOKENS=num_tokens,
         MAX_NGRAM=max_ngram,
         BLOCK=1024,
-        BLOCK_TOKENS=triton.next_power_of_2(num_tokens),
+        BLOCK_TOKENS=next_power_of_2(num_tokens),
     )
     return out, lengths
 
@@ -110,7 +112,7 @@ def merge(
     (bs, num), more = tokens.shape, found.shape[1]
     made = [torch.empty(bs, num + more, dtype=t.dtype, device=t.device) for t in (tokens, scores, parents)]
     inputs = (t.contiguous() for t in (tokens, scores, parents, found, lengths))
-    block = triton.next_power_of_2(num)
+    block = next_power_of_2(num)
     num_warps = 8 if block > 1024 else 4 if block > 512 else 1  # one warp needs no barrier in its reductions
     _merge_kernel[(bs,)](*inputs, *made, N=num, M=more, BLOCK=block, num_warps=num_warps)
     return made[0], made[1], made[2]

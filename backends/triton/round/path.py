@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import next_power_of_2
+
 # accept_index, accept_lens, tokens, invalid
 VerifyOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -101,5 +103,5 @@ def empty_output(tokens: torch.Tensor, num_steps: int) -> tuple[VerifyOutput, di
         return torch.empty(shape, dtype=torch.int64, device=device)
 
     verified = (empty(bs, width), empty(bs), empty(bs, width), torch.empty(bs, dtype=torch.bool, device=device))
-    blocks = {"BLOCK_D": triton.next_power_of_2(num_nodes), "BLOCK_W": triton.next_power_of_2(width)}
+    blocks = {"BLOCK_D": next_power_of_2(num_nodes), "BLOCK_W": next_power_of_2(width)}
     return verified, {"D": num_nodes, "W": width, **blocks}

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import early, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.core.cache.pool import KVPool
 
 
@@ -82,7 +83,7 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     assert values.stride(2) == 1, "values need a dense last dim"
     (bs, num_rows), h, block = index.shape, values.shape[2], 1024
     out = torch.empty(bs, num_rows, h, dtype=values.dtype, device=values.device)
-    _gather_kernel[(bs * num_rows, triton.cdiv(h, block))](
+    _gather_kernel[(bs * num_rows, cdiv(h, block))](
         values, index.contiguous(), out, num_rows, h, values.stride(0), values.stride(1), BLOCK=block, **early()
     )
     return out
@@ -91,7 +92,7 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def keep_last(states: torch.Tensor, lens: torch.Tensor, rows: torch.Tensor, into: torch.Tensor) -> None:
     """states [bs, n, h], lens and rows [bs] int64, into [num_rows, h] (dense): see `core.functional.ops.RoundOps`."""
     (bs, n, h), block = states.shape, 1024
-    grid = bs, triton.cdiv(h, block)
+    grid = bs, cdiv(h, block)
     _keep_last_kernel[grid](states.contiguous(), lens, rows, into, n, h, BLOCK=block, **early())
 
 
@@ -112,8 +113,8 @@ def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tenso
     sizes = [t[0].numel() for t in tensors]
     caches = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
     row_sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
-    block = min(256, triton.next_power_of_2(max(sizes)))
-    num_blocks = triton.cdiv(max(sizes), block)
+    block = min(256, next_power_of_2(max(sizes)))
+    num_blocks = cdiv(max(sizes), block)
 
     def commit(
         slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
@@ -130,7 +131,7 @@ def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tenso
             slot_table.stride(0),
             slot_table.shape[1],
             W=width,
-            BLOCK_W=triton.next_power_of_2(width),
+            BLOCK_W=next_power_of_2(width),
             BLOCK=block,
         )
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import next_power_of_2
 from specdec.backends.triton.round.path import (
     VerifyOutput,
     empty_notes,
@@ -183,7 +184,7 @@ def put_first(
         tokens.stride(0),
         log_probs.stride(0),
         K=k,
-        BLOCK_K=triton.next_power_of_2(k),
+        BLOCK_K=next_power_of_2(k),
         ACCEPTED=accepted,
         REFUSED=refused,
         HAS_OWN=own is not None,
@@ -237,7 +238,7 @@ def verify_spine(
         parts.shape[1],
         **shape,
         V=vocab,
-        SLOTS=triton.next_power_of_2(parts.shape[1]),
+        SLOTS=next_power_of_2(parts.shape[1]),
     )
     draw_bonus(probs, draft_probs, excluded, noted, verified)
     return verified

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import next_power_of_2
 from specdec.backends.triton.sampling.keys import order_key
 from specdec.core.config import num_words
 
@@ -178,8 +179,8 @@ def grow(
         TOPK=topk,
         W=words,
         KEEPS_FIRST=keeps_first,
-        BLOCK_J=triton.next_power_of_2(k * c),
-        BLOCK_I=max(1, min(16, 16384 // triton.next_power_of_2(k * c))),  # as many pairs as registers hold
+        BLOCK_J=next_power_of_2(k * c),
+        BLOCK_I=max(1, min(16, 16384 // next_power_of_2(k * c))),  # as many pairs as registers hold
         num_warps=8 if k * c > 512 else 4,
     )
     return scores, parents, next_tokens, next_scores, next_names, next_bits, above
@@ -213,9 +214,9 @@ def build(
         D=num_draft_tokens,
         W=words,
         NUM_JUMPS=num_steps.bit_length(),
-        BLOCK_J=min(512, triton.next_power_of_2(num_candidates)),
+        BLOCK_J=min(512, next_power_of_2(num_candidates)),
         BLOCK_I=16,
-        BLOCK_D=triton.next_power_of_2(num_draft_tokens),
+        BLOCK_D=next_power_of_2(num_draft_tokens),
         num_warps=8,
     )
     return tree[0], tree[1], tree[2], tree[3]

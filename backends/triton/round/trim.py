@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import early, wait_for_others
+from specdec.backends.triton.launch.sizes import next_power_of_2
 from specdec.backends.triton.round.walk import VerifyOutput
 
 
@@ -107,8 +108,8 @@ def trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, rem
         *made,
         W=width,
         NUM_STOPS=stop_ids.shape[1],
-        BLOCK_W=triton.next_power_of_2(width),
-        BLOCK_STOPS=triton.next_power_of_2(stop_ids.shape[1]),
+        BLOCK_W=next_power_of_2(width),
+        BLOCK_STOPS=next_power_of_2(stop_ids.shape[1]),
         num_warps=1,
         **early(),
     )
@@ -141,7 +142,7 @@ def emit(
         out,
         history.shape[1],
         W=width,
-        BLOCK_W=triton.next_power_of_2(width),
+        BLOCK_W=next_power_of_2(width),
         MOVES=moves,
         num_warps=1,
         **early(),

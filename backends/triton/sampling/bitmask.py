@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import cdiv
+
 if TYPE_CHECKING:
     from specdec.core.functional.sampling import Guide
 
@@ -54,7 +56,7 @@ def guided(logits: torch.Tensor, guide: "Guide", step: int, names: torch.Tensor)
     assert logits.stride(2) == 1 and forced.stride(1) == 1 and masks.is_contiguous() and names.is_contiguous()
     out = torch.empty(bs, num_nodes, dv, dtype=logits.dtype, device=logits.device)
     strides = (logits.stride(0), logits.stride(1), forced.stride(0), masks.shape[1])
-    grid = (bs * num_nodes, triton.cdiv(dv, _TOKENS))
+    grid = (bs * num_nodes, cdiv(dv, _TOKENS))
     _guided_kernel[grid](out, logits, forced, masks, names, num_nodes, dv, *strides, STEP=step, TOKENS=_TOKENS)
     return out
 
@@ -64,6 +66,6 @@ def constrain(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     bs, num_nodes, vocab = logits.shape
     num_words = masks.shape[2]
     assert masks.is_contiguous() and logits.stride(2) == 1 and logits.stride(0) == num_nodes * logits.stride(1)
-    grid = (bs * num_nodes, triton.cdiv(num_words, _WORDS))
+    grid = (bs * num_nodes, cdiv(num_words, _WORDS))
     _constrain_kernel[grid](logits, masks, vocab, logits.stride(1), num_words, WORDS=_WORDS)
     return logits

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
+
 _MAX_BLOCK = 8192  # tokens
 _FIELDS = tl.constexpr(4)  # of a block: mass of the law and of its residual, the last token that has some of each
 
@@ -205,7 +207,7 @@ def masses(probs: torch.Tensor) -> torch.Tensor:
     """Return the sums of laws [bs, n, V] (dense), [bs, n] float64."""
     bs, n, vocab = probs.shape
     shape, _ = _blocks(vocab)
-    sums = torch.empty(bs, n, triton.cdiv(vocab, shape["BLOCK"]), dtype=torch.float64, device=probs.device)
+    sums = torch.empty(bs, n, cdiv(vocab, shape["BLOCK"]), dtype=torch.float64, device=probs.device)
     _masses_kernel[(bs * n, sums.shape[2])](probs, sums, V=vocab, **shape)
     return sums.sum(-1)
 
@@ -248,11 +250,11 @@ def bonus_parts(
 
 def _blocks(vocab: int) -> tuple[dict[str, Any], int]:
     """Return the launch constants of a vocabulary: tokens per block with its warps, and a bound of the blocks."""
-    block = min(_MAX_BLOCK, triton.next_power_of_2(vocab))
-    slots = triton.next_power_of_2(triton.cdiv(vocab, block))
+    block = min(_MAX_BLOCK, next_power_of_2(vocab))
+    slots = next_power_of_2(cdiv(vocab, block))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}, slots
 
 
 def _empty_parts(like: torch.Tensor, bs: int, vocab: int, shape: dict[str, Any]) -> torch.Tensor:
-    size = (bs, triton.cdiv(vocab, shape["BLOCK"]), _FIELDS.value)
+    size = (bs, cdiv(vocab, shape["BLOCK"]), _FIELDS.value)
     return torch.empty(size, dtype=torch.float64, device=like.device)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.sampling.keys import index_of, order_key, value_of
 from specdec.backends.triton.sampling.selection import (
     FIELDS,
@@ -184,10 +185,10 @@ def law(logits: torch.Tensor, sampling: Any) -> torch.Tensor:
     (bs, n, vocab), device = logits.shape, logits.device
     flat, num_rows = logits.reshape(bs * n, vocab), bs * n
     assert flat.stride(1) == 1, "logits need a dense last dim"
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
+    block = min(_BLOCK, next_power_of_2(vocab))
     num_warps = max(1, block // 256)
     num_splits, span = _splits(num_rows, vocab, block)
-    slots = triton.next_power_of_2(min(_MAX_SPLITS, triton.cdiv(vocab, block)))
+    slots = next_power_of_2(min(_MAX_SPLITS, cdiv(vocab, block)))
     grid, sizes = (num_rows, num_splits), (num_splits, span, flat.stride(0))
     shape = {"V": vocab, "BLOCK": block, "num_warps": num_warps}
     wide = {**shape, "SPLITS": slots, "SHIFT": SHIFTS[logits.dtype]}
@@ -211,6 +212,6 @@ def law(logits: torch.Tensor, sampling: Any) -> torch.Tensor:
 
 def _splits(num_rows: int, vocab: int, block: int) -> tuple[int, int]:
     """Return how many programs a row gets and the tokens of each, so that all rows make about _PROGRAMS programs."""
-    num = min(_MAX_SPLITS, triton.cdiv(vocab, block), max(1, _PROGRAMS // max(1, num_rows)))
-    span = block * triton.cdiv(vocab, block * num)
-    return triton.cdiv(vocab, span), span
+    num = min(_MAX_SPLITS, cdiv(vocab, block), max(1, _PROGRAMS // max(1, num_rows)))
+    span = block * cdiv(vocab, block * num)
+    return cdiv(vocab, span), span

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
+
 _PROMPT = tl.constexpr(1 << 30)  # of a count: the prompt holds the token. The bits below: times that it was emitted
 
 
@@ -249,17 +251,17 @@ def process(
     width, most_back = state.history.shape[1], state.bad_words.shape[2] - 1
     suffix = torch.empty(bs, num_nodes, most_back, dtype=torch.int64, device=device)
     out = torch.empty(bs, num_nodes, vocab, dtype=torch.float32, device=device)
-    shape = {"D": num_nodes, "BLOCK_D": triton.next_power_of_2(num_nodes), "M": most_back}
+    shape = {"D": num_nodes, "BLOCK_D": next_power_of_2(num_nodes), "M": most_back}
     counts = torch.zeros(bs, vocab, dtype=torch.int32, device=device)
-    num_programs, block = bs * num_nodes, min(4096, triton.next_power_of_2(vocab))
+    num_programs, block = bs * num_nodes, min(4096, next_power_of_2(vocab))
     _suffix_kernel[(num_programs,)](
         tokens, depths, bits, rows, num_context, state.history, suffix, width, **shape,
-        BLOCK_M=triton.next_power_of_2(most_back), num_warps=1,
+        BLOCK_M=next_power_of_2(most_back), num_warps=1,
     )  # fmt: skip
-    _count_kernel[(bs, triton.cdiv(width, 1024))](
+    _count_kernel[(bs, cdiv(width, 1024))](
         rows, num_context, state.prompt_lens, state.penalties, state.history, counts, vocab, width, BLOCK=1024
     )
-    _penalty_kernel[(num_programs, triton.cdiv(vocab, block))](
+    _penalty_kernel[(num_programs, cdiv(vocab, block))](
         flat, rows, state.penalties, counts, out, vocab, flat.stride(0), D=num_nodes, BLOCK=block
     )
     _tokens_kernel[(num_programs,)](
@@ -269,7 +271,7 @@ def process(
         vocab, flat.stride(0), state.tokens.shape[1], state.bad_words.shape[1], **shape, BLOCK_E=64, BLOCK_Q=64,
     )  # fmt: skip
     block = 1024
-    _ngram_kernel[(num_programs, triton.cdiv(width, block))](
+    _ngram_kernel[(num_programs, cdiv(width, block))](
         tokens, parents, depths, bits, rows, num_context, suffix, state.ngram_sizes, state.history, out, vocab, width,
         **shape, BLOCK=block,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import early, wait_for_others
+from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.sampling.keys import index_of, order_key, value_of
 
 _LOWEST = tl.constexpr(-(1 << 63))
@@ -116,8 +117,8 @@ def row_max(logits: torch.Tensor, names: torch.Tensor | None = None) -> tuple[to
     """Return each row's maximum [n] float32, +inf for NaN, and its token [n] int64; logits [n, V] (last dim dense)."""
     assert logits.stride(-1) == 1, "logits need a dense last dim"
     (num_rows, vocab), device = logits.shape, logits.device
-    block = min(4096, triton.next_power_of_2(vocab))
-    num_chunks = triton.cdiv(vocab, block)
+    block = min(4096, next_power_of_2(vocab))
+    num_chunks = cdiv(vocab, block)
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     places = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     values = torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -132,7 +133,7 @@ def row_max(logits: torch.Tensor, names: torch.Tensor | None = None) -> tuple[to
         values,
         tokens,
         num_chunks,
-        BLOCK_C=triton.next_power_of_2(num_chunks),
+        BLOCK_C=next_power_of_2(num_chunks),
         HAS_NAMES=names is not None,
         num_warps=1,
         **early(),
@@ -148,8 +149,8 @@ def top_tokens(logits: torch.Tensor, topk: int, names: torch.Tensor | None) -> t
     assert logits.stride(-1) == 1, "logits need a dense last dim"
     (num_rows, vocab), device = logits.shape, logits.device
     assert topk <= vocab, f"topk={topk} of {vocab} tokens"
-    block = min(4096, max(triton.next_power_of_2(vocab), triton.next_power_of_2(topk)))
-    num_chunks = triton.cdiv(vocab, block)
+    block = min(4096, max(next_power_of_2(vocab), next_power_of_2(topk)))
+    num_chunks = cdiv(vocab, block)
     keys = torch.empty(num_rows, num_chunks, topk, dtype=torch.int64, device=device)
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     sums = torch.empty_like(maxima)
@@ -167,8 +168,8 @@ def top_tokens(logits: torch.Tensor, topk: int, names: torch.Tensor | None) -> t
         tokens,
         num_chunks,
         K=topk,
-        BLOCK_C=triton.next_power_of_2(num_chunks),
-        BLOCK_KEYS=triton.next_power_of_2(num_chunks * topk),
+        BLOCK_C=next_power_of_2(num_chunks),
+        BLOCK_KEYS=next_power_of_2(num_chunks * topk),
         HAS_NAMES=names is not None,
     )
     return values, tokens

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.sizes import next_power_of_2
+
 # splitmix64 (Steele, Lea, Flood 2014), its unsigned constants written as the int64 of the same bits.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_A = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -41,5 +43,5 @@ def uniform(seeds: torch.Tensor, counters: torch.Tensor, first_stream: int, num:
     seeds, counters: [bs] int64.
     """
     out = torch.empty(seeds.shape[0], num, dtype=torch.float64, device=seeds.device)
-    _uniform_kernel[(seeds.shape[0],)](seeds, counters, out, first_stream, NUM=num, BLOCK=triton.next_power_of_2(num))
+    _uniform_kernel[(seeds.shape[0],)](seeds, counters, out, first_stream, NUM=num, BLOCK=next_power_of_2(num))
     return out

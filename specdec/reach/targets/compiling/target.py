@@ -64,9 +64,6 @@ def _preload(device: torch.device) -> None:
 
             triton.runtime.driver.active.get_current_target()  # has a C compiler make the driver, on a new machine
             triton.runtime.cache.triton_key()  # hashes Triton's compiler, once a process
-        from torch.fx.experimental.symbolic_shapes import uninteresting_files
-
-        uninteresting_files()  # imports torch.export, as the first symbol does
         import specdec.graphs.compile.trace  # noqa: F401
 
 
