@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import ASTSource
 from triton.runtime import build
 from triton.runtime.cache import get_cache_manager, triton_key
@@ -30,7 +31,6 @@ from triton.runtime.jit import JITFunction
 
 MOST = 16  # threads, and processes for them
 DONE = "attached"  # a file in Triton's cache
-LAUNCHER = "__triton_launcher"
 _CURRENT: list["CompileWorkers | None"] = []  # of the attach that runs; None: all kernels are cached
 
 
@@ -45,8 +45,7 @@ def compile_workers(name: str) -> Iterator[None]:
             workers = CompileWorkers(num_compiling())
         _CURRENT.append(workers)
     try:
-        with nullcontext() if workers is None else _launchers_in_haste():
-            yield
+        yield
     finally:
         _CURRENT.clear()
         if workers is not None:
@@ -54,23 +53,6 @@ def compile_workers(name: str) -> Iterator[None]:
     if workers is not None:
         with suppress(OSError):
             notes.put(b"", DONE)
-
-
-@contextmanager
-def _launchers_in_haste() -> Iterator[None]:
-    """Within it, C compilers do not optimise Triton's launchers, which takes them half of the time. Before 3.7 Triton
-    has them make one for every kernel."""
-    own = build._build
-
-    def unoptimised(name: str, *args: Any) -> Any:
-        *others, flags = args
-        return own(name, *others, [*flags, "-O0"] if name == LAUNCHER else flags)
-
-    build._build = unoptimised
-    try:
-        yield
-    finally:
-        build._build = own
 
 
 def kernels_are_cached() -> bool:
@@ -164,12 +146,15 @@ def _serve(connection: Connection) -> None:
             with suppress(Exception):  # whoever asked compiles it, and meets the error
                 kernel, kernel.hash, signature, constants, attrs, target, options = connection.recv()
                 driver.set_active(_NamedTarget(target))
-                triton.compile(ASTSource(kernel, signature, constants, attrs), target, options)
+                compiled = triton.compile(ASTSource(kernel, signature, constants, attrs), target, options)
+                CudaLauncher(compiled.src, compiled.metadata)  # before Triton 3.7, which fails here, a C module, cached
 
 
 def _main(ends: list[int]) -> None:
     """Fork a worker for each of `ends`, file descriptors, and wait for them."""
     triton_key()  # hashes Triton's compiler, once a process
+    own = build._build
+    build._build = lambda *args: own(*args[:-1], [*args[-1], "-O0"])  # of launchers: it takes half of the time
     for end in ends:
         if os.fork() == 0:
             for other in set(ends) - {end}:
