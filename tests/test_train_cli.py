@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from specdec import shipped
@@ -19,7 +20,7 @@ from specdec.api import attach
 from specdec.core.errors import CheckpointError
 from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.heads.load import detect_algo
-from specdec.reach.targets.pretrained import load_pretrained
+from specdec.reach.targets.pretrained import load_draft, load_pretrained
 from specdec.tools.commands.train import app, print_json
 from specdec.tools.train.adapt import LOGGED
 from specdec.tools.train.data import Corpus
@@ -180,6 +181,22 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, mo
     assert all(torch.equal(kept[name], given[name]) for name in given)
     with pytest.raises(ValueError, match="neither of prompts"):
         invoke("adapt", target, head, *common, "--out", tmp_path / "none")
+
+
+def test_a_small_model_that_gguf_cannot_hold_is_adapted_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """As Llama 3.2 is, whose ropes are scaled: GGUF files of ours have no scaling, and so had the exported draft."""
+    rope = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    sizes = dict(vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(**sizes, max_position_embeddings=256, tie_word_embeddings=True, rope_parameters=rope)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    prompts = ["--prompts", folder / "questions.jsonl", "--max-new-tokens", 8, "--minutes", 0.005, *SHORT[-4:]]
+    invoke("adapt", folder / "target", tmp_path / "small", *prompts, "--out", tmp_path / "out")
+    assert load_draft(tmp_path / "out", dtype=torch.float32, device="cpu")[0].config.rope_parameters == rope
+    for changes, said in (({}, "hidden_size=48: GGUF's"), ({"hidden_size": 64}, r"rope_type='llama3': .* safetensors")):
+        LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), **changes, "head_dim": 24})).save_pretrained(tmp_path / "s")
+        with pytest.raises(ValueError, match=said):
+            fit(folder, "standalone", tmp_path / "no", "--max-steps", 1, "--init", tmp_path / "s")
 
 
 def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 from specdec.core.ranges import list_of, shown, whole
 from specdec.core.text.prompt_sets import records
 from specdec.reach.checkpoints.replacing import check_free
+from specdec.reach.heads.formats import STANDALONE
 from specdec.reach.heads.load import detect_algo
+from specdec.reach.targets.pretrained import gguf_of
 from specdec.tools.train.config import HeadShape, recipe
 from specdec.tools.train.data import Corpus
 from specdec.tools.train.fit import ALSO_WRITTEN, beside, check_checkpoint, check_student, checkpoint_of, train
@@ -45,6 +47,8 @@ def adapt(
     algo = detect_algo(head)
     check_free(out, overwrite, ALSO_WRITTEN)
     check_checkpoint(checkpoint_of(out), False, overwrite)
+    is_files = algo == STANDALONE and gguf_of(head) is None  # a model of safetensors stays one
+    shape = HeadShape(init=head, file_format="safetensors") if is_files else HeadShape(init=head)
     corpus, training = beside(out, ".corpus.safetensors"), minutes
     made: dict[str, Any] = {}
     if log is not None:
@@ -54,11 +58,10 @@ def adapt(
             texts.save(corpus)
     else:
         generation = Generation(gsm8k=prompts, gen_minutes=GENERATING * minutes, max_new_tokens=max_new_tokens)
-        check = partial(check_student, algo, recipe(algo, minutes=minutes), HeadShape(init=head), target)
+        check = partial(check_student, algo, recipe(algo, minutes=minutes), shape, target)
         made = prepare(corpus, generation, target=target, overwrite=overwrite, check=check, **where)
         training = max(minutes - made["answers"]["gen_minutes"], (1 - GENERATING) * minutes)  # answers may take longer
     config = recipe(algo, minutes=training, lr=GENTLE * recipe(algo, minutes=1.0).lr if lr is None else lr)
-    shape = HeadShape(init=head)
     result = train(
         [corpus], out, config, algo=algo, shape=shape, target=target, never_worse=True, overwrite=overwrite, **where
     )

@@ -26,6 +26,7 @@ from specdec.tools.train.standalone import (
     MLP_WIDTH,
     StandaloneObjective,
     check_blocks,
+    check_gguf,
     new_student,
     plain_llama,
     write_gguf,
@@ -230,11 +231,13 @@ def _standalone(setup: StudentSetup) -> Student:
     if shape.file_format not in ("gguf", "safetensors"):
         raise ValueError(f"file_format={shape.file_format!r}: expected gguf or safetensors")
     is_gguf = shape.file_format == "gguf"
-    if is_gguf:
+    if is_gguf and not shape.init:
         check_blocks(shape.hidden_size, shape.intermediate_size or MLP_WIDTH, shape.embed_type)
     if shape.init:
         device = model.get_input_embeddings().weight.device
         student = plain_llama(load_draft(shape.init, dtype=torch.float32, device=device)[0])
+        if is_gguf:
+            check_gguf(student.config, shape.embed_type)
     else:
         counts = setup.corpus.answer_counts(TargetShape.of(model).vocab_size)
         student = new_student(model, shape, counts, setup.config.seed)

@@ -36,12 +36,12 @@ _HALF_RANGE = {"Q4_0": 8, "Q5_0": 16}  # the value of largest magnitude becomes 
 
 def write_gguf(folder: Path, student: PreTrainedModel, embed_type: str) -> None:
     """Write `student`, a Llama with tied embeddings, to folder/draft.gguf; `from_pretrained(folder, gguf_file=...)`
-    reads it. embed_type: GGUF type of the embedding; see `stored_type`."""
+    reads it. embed_type: GGUF type of the embedding; see `stored_type`. ValueError as `check_gguf`."""
     if find_spec("gguf") is None:
         raise ValueError("writing GGUF needs its package: pip install gguf accelerate; or export safetensors")
     gguf: Any = import_module("gguf")
     c = student.config
-    check_blocks(c.hidden_size, c.intermediate_size, embed_type)
+    check_gguf(c, embed_type)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
     with replacing(folder, CHECKPOINT) as partial:
         writer = gguf.GGUFWriter(partial / FILE, "llama")
@@ -124,6 +124,23 @@ def check_blocks(hidden_size: int, intermediate_size: int, embed_type: str) -> N
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
         if size % BLOCK:
             raise ValueError(f"{name}={size}: GGUF's blocks take multiples of {BLOCK}; round it, or save safetensors")
+
+
+def check_gguf(config: Any, embed_type: str) -> None:
+    """Raise ValueError for a Llama's config whose sizes do not fit the blocks, or that `write_gguf` would not keep."""
+    check_blocks(config.hidden_size, config.intermediate_size, embed_type)
+    has = {**config.to_dict(), "rope_type": config.rope_parameters["rope_type"]}
+    for name, kept in (
+        ("rope_type", "default"),
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+    ):
+        if has[name] != kept:
+            raise ValueError(
+                f"{name}={has[name]!r}: expected {kept!r}, all that we write to GGUF; save safetensors "
+                "(--file-format safetensors)"
+            )
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
