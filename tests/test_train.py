@@ -311,6 +311,19 @@ def test_fresh_heads_fit_targets_whose_configs_use_other_words(kind: str, algo: 
         torch.testing.assert_close(teacher.logits(hidden), model(input_ids=ids).logits[0])
 
 
+def test_llama_4_teaches() -> None:
+    """Its `get_decoder` returns the causal LM, whose output has no hidden states."""
+    model = tiny_model("llama4").requires_grad_(False)
+    corpus = tiny_corpus(model, 4)  # type: ignore[arg-type]
+    rows = corpus.tokens[:16].long().unsqueeze(0)
+    batch = Batch(torch.nn.functional.pad(rows, (0, 3)), *[torch.arange(4)] * 3, 16, 16)
+    teacher = Teacher(model, (0, 1, 2))
+    read = teacher.read(batch)
+    torch.testing.assert_close(read.hidden, model.model(input_ids=rows).last_hidden_state)
+    torch.testing.assert_close(teacher.logits(read.hidden[0]), model(input_ids=rows).logits[0])
+    assert read.features.shape == (1, 16, 3 * 64)
+
+
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
     """What torch hands out uninitialised holds NaN, not whatever lay there."""

@@ -18,7 +18,7 @@ from specdec.reach.heads.block import BlockConfig, BlockHead
 from specdec.reach.heads.eagle import EagleConfig, EagleHead
 from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.reach.heads.nextn import NextNHead, full_attention_layer
-from specdec.reach.targets.shape import TargetShape
+from specdec.reach.targets.shape import TargetShape, decoder_of
 
 DRAFT_VOCAB = 8192  # tokens that a head scores by default
 FC_NOISE = 1e-3  # std; small beside the identity, enough to tell the columns of the other features apart
@@ -237,7 +237,7 @@ def _pass_last(projection: nn.Linear, random: torch.Generator) -> None:
 
 def _final_norm_weight(model: PreTrainedModel, size: int) -> torch.Tensor:
     """Return the gain [size] of the decoder's final norm: an RMS norm's output on ones, which covers 1+w styles too."""
-    norm = getattr(model.get_decoder(), "norm", None)
+    norm = getattr(decoder_of(model), "norm", None)
     if norm is None:
         return torch.ones(size)
     weight = next(norm.parameters(), torch.ones(size))

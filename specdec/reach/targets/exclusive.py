@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from specdec.reach.targets.overrides import replaced
+from specdec.reach.targets.shape import decoder_of
 
 ATTACHING = threading.RLock()  # held by `attach`: it sets on live models, and on what they share, what it puts back
 _CALL = "_compiled_call_impl"  # called in place of a module's forward and hooks: `module.compile()` sets it
@@ -24,7 +25,7 @@ _CALL = "_compiled_call_impl"  # called in place of a module's forward and hooks
 def make_exclusive(model: PreTrainedModel, turns: AbstractContextManager[Any]) -> ExitStack:
     """Make every call of `model`, its decoder and its checkpointed layers enter `turns`, a lock, until the result is
     closed. Calls traced by `torch.compile` do not: a trace must not hold a lock."""
-    undo, callers = ExitStack(), (model, model.get_decoder())
+    undo, callers = ExitStack(), (model, decoder_of(model))
     for module in model.modules():
         if module in callers or isinstance(module, GradientCheckpointingLayer):
             undo.enter_context(called_by(module, _exclusive(module, turns)))

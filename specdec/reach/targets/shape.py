@@ -86,6 +86,12 @@ def eos_ids_of(model: Any) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return the module whose output is a model's last hidden states; Llama 4's `get_decoder` returns the causal LM."""
+    decoder = model.get_decoder()
+    return decoder if decoder is not model else decoder.model
+
+
 def vocab_size_of(model: PreTrainedModel) -> int:
     """Return how many tokens a model scores, also where its head has a plain forward over a rank's part of the rows."""
     head = model.get_output_embeddings()

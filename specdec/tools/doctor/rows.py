@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.draft.head import BlockDraftHead, DraftHead
-from specdec.reach.targets.shape import LAST
+from specdec.reach.targets.shape import LAST, decoder_of
 from specdec.tools.train.objectives import draft_states
 
 NORMED = -1  # as a source of features: the last hidden state after the final norm
@@ -110,7 +110,7 @@ def observe(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
     """Return the target's norm after its last layer, None if it is not found by its name."""
-    norm = getattr(model.get_decoder(), "norm", None)
+    norm = getattr(decoder_of(model), "norm", None)
     return norm if isinstance(norm, nn.Module) else None
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.reach.targets.exclusive import answering
 from specdec.reach.targets.pretrained import load_pretrained
-from specdec.reach.targets.shape import LAST, TargetShape, eos_ids_of
+from specdec.reach.targets.shape import LAST, TargetShape, decoder_of, eos_ids_of
 from specdec.reach.targets.taps import UNORDERED, Taps, found_layers
 from specdec.tools.train.batches import Batch
 from specdec.tools.train.losses import Goal, OutputHead, RowMath
@@ -80,7 +80,7 @@ class Teacher:
 
     @torch.no_grad()
     def _tap(self) -> Taps:
-        config, decoder = self.model.config.get_text_config(), self.model.get_decoder()
+        config, decoder = self.model.config.get_text_config(), decoder_of(self.model)
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.weight.device)
         with found_layers(decoder, config.num_hidden_layers, config.hidden_size) as found:
             self._output = type(decoder(input_ids=ids, use_cache=False))  # heads read fields of its own
@@ -114,7 +114,7 @@ class Teacher:
     def read(self, batch: Batch) -> TeacherOutput:
         """Run one forward over the batch."""
         with self._taps.reading():
-            hidden = self.model.get_decoder()(
+            hidden = decoder_of(self.model)(
                 input_ids=batch.tokens[:, : batch.length], use_cache=False
             ).last_hidden_state
             return TeacherOutput(self._taps.take() if self.aux_layers else hidden, hidden)
@@ -128,5 +128,5 @@ class Teacher:
         """Map last hidden states [N, h] to logits [N, V], with the model's scaling and softcap."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         answer = self._output(last_hidden_state=hidden.unsqueeze(0))
-        with answering(self.model.get_decoder(), answer):
+        with answering(decoder_of(self.model), answer):
             return self.model(input_ids=ids, use_cache=False).logits[0]
