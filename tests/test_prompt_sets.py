@@ -70,6 +70,7 @@ def test_sharegpt_is_a_list_or_lines(tmp_path):
         ("spec_bench", {"category": "qa", "turns": []}, r"question\.jsonl:2: "),
         ("spec_bench", {"category": "qa", "turns": "one"}, r"question\.jsonl:2: "),
         ("spec_bench", ["one"], r"question\.jsonl:2: not a prompt \(\['one'\]\)"),
+        ("mt_bench", {"turns": ["one", " "]}, r":2: not a prompt \(a turn is empty or no text: \['one', ' '\]\)"),
     ],
 )
 def test_a_wrong_line_is_named(name, record, message, tmp_path):

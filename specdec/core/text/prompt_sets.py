@@ -106,8 +106,7 @@ def _questions(file: Path, layout: FileLayout, limit: int | None) -> Iterator[Qu
     for place, record in records(file):
         turns = layout.turns(record) if isinstance(record, dict) else None
         if not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-            found = f"none of {QUESTION_KEYS} in {sorted(record)}" if isinstance(record, dict) else repr(record)[:80]
-            raise ValueError(f"{place}: not a prompt ({found}); expected {layout.expects}")
+            raise ValueError(f"{place}: not a prompt ({_found(record, turns)}); expected {layout.expects}")
         if any(t.startswith(PLACEHOLDER) for t in turns):
             raise ValueError(f"{place}: its text was left out by the publisher ({PLACEHOLDER!r}); {layout.expects}")
         category = record.get("category")
@@ -117,6 +116,13 @@ def _questions(file: Path, layout: FileLayout, limit: int | None) -> Iterator[Qu
             return
     if not count:
         raise ValueError(f"prompt file {str(file)!r} holds no prompts; expected {layout.expects}")
+
+
+def _found(record: Any, turns: Any) -> str:
+    """Say what a line that is no prompt has."""
+    if turns:
+        return f"a turn is empty or no text: {turns!r}"[:80]
+    return f"none of {QUESTION_KEYS} in {sorted(record)}" if isinstance(record, dict) else repr(record)[:80]
 
 
 def records(file: Path) -> Iterator[tuple[str, Any]]:
