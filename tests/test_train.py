@@ -33,6 +33,7 @@ from specdec.tools.train.objectives import HeadObjective, Outcome
 from specdec.tools.train.target import Teacher
 from specdec.tools.train.trainer import Trainer, learning_rate
 from specdec.tools.train.ttt import TTTAttention, unroll
+from tests import gemma4
 from tests.tiny_models import tiny_model
 from tests.train_models import AUX, VOCAB, fresh, tiny_corpus, tiny_head, tiny_target
 
@@ -322,6 +323,13 @@ def test_llama_4_teaches() -> None:
     torch.testing.assert_close(read.hidden, model.model(input_ids=rows).last_hidden_state)
     torch.testing.assert_close(teacher.logits(read.hidden[0]), model(input_ids=rows).logits[0])
     assert read.features.shape == (1, 16, 3 * 64)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("gptj", "decoder has no layers"), ("gemma4", "take shared_kv_states")])
+def test_targets_without_a_nextn_layer_are_told(kind: str, said: str) -> None:
+    model = gemma4.pair()[0] if kind == "gemma4" else tiny_model(kind)
+    with pytest.raises(ValueError, match=f"{said}.*: no NextN layer fits"):
+        new_nextn(model, 1)
 
 
 @pytest.fixture

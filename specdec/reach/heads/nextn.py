@@ -24,6 +24,7 @@ from specdec.reach.targets.admission.recording import attention_spec
 from specdec.reach.targets.shape import LAST, vocab_size_of
 from specdec.reach.targets.taps import hidden_of
 
+SHARED = "shared_kv_states"  # an argument of Gemma 4's layers
 IMPLEMENTATION = "specdec_head"  # attention of a head's layers: calls what its attention module was handed
 
 
@@ -83,6 +84,9 @@ class NextNHead(RecyclingHead):
         missing = [name for name in ("layers", "norm", "rotary_emb") if getattr(decoder, name, None) is None]
         if missing:
             raise ValueError(f"{type(target).__name__}'s decoder has no {', '.join(missing)}: no NextN layer fits it")
+        if SHARED in signature(type(decoder.layers[0]).forward).parameters:
+            what = f"layers of {type(target).__name__} take {SHARED}, keys and values of others"
+            raise ValueError(f"{what}: no NextN layer fits them; take eagle or eagle3")
         self.hf_config = copy.deepcopy(text)
         self.hf_config._attn_implementation = IMPLEMENTATION
         self.num_modules = c.num_layers
