@@ -517,6 +517,17 @@ def test_resumed_run_equals_the_uninterrupted_one(
         head_trainer(target, fresh(algo, target), corpus, replace(settings, lr=1e-3)).resume(path)
 
 
+def test_a_checkpoint_of_another_draft_says_where_it_differs(
+    target: LlamaForCausalLM, corpus: Corpus, tmp_path: Path
+) -> None:
+    """And does not list all of both drafts' tensors."""
+    first, second = (head_trainer(target, tiny_head(target, size), corpus, config()) for size in (64, 40))
+    first.save(tmp_path / "checkpoint.pt")
+    told = r"of another run \(draft's lm_head\.weight: \[64, 64\] there, \[40, 64\] here\); use its settings$"
+    with pytest.raises(ValueError, match=told):
+        second.resume(tmp_path / "checkpoint.pt")
+
+
 @pytest.mark.parametrize("algo", ["eagle3", "nextn"])
 def test_low_precision_targets_train_a_head_in_fp32(corpus: Corpus, algo: str) -> None:
     target = tiny_target().bfloat16()

@@ -145,12 +145,13 @@ class Trainer:
         """Continue where the checkpoint `path` left off; ValueError if it is another run's or cannot be read."""
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
-            saved = state["identity"]
+            saved = _flat(state["identity"])
         except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
             cure = "take it away, and start anew"
             raise ValueError(f"checkpoint {str(path)!r} cannot be read ({error}): {cure}") from error
-        own = self._identity().items()
-        differing = [f"{k}: {saved.get(k)!r} there, {v!r} here" for k, v in own if saved.get(k) != v]
+        own = _flat(self._identity())
+        names = [name for name in own | saved if saved.get(name) != own.get(name)]
+        differing = [f"{name}: {saved.get(name)!r} there, {own.get(name)!r} here" for name in names]
         if differing:
             raise ValueError(f"checkpoint {str(path)!r} is of another run ({'; '.join(differing)}); use its settings")
         self.objective.optimizer.load_state_dict(state["optimizer"])
@@ -176,6 +177,12 @@ class Trainer:
         """Return the facts that a checkpoint must share to be this run's."""
         recipe = {k: v for k, v in asdict(self.config).items() if k not in FREE}
         return {**recipe, "student": self.objective.shape, "corpus": self._digest}
+
+
+def _flat(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of `Trainer._identity`, each of the draft among them, so that only differing ones are named."""
+    draft = {f"draft's {name}": value for name, value in identity["student"].items()}
+    return {**{name: value for name, value in identity.items() if name != "student"}, **draft}
 
 
 def describe(rates: dict[str, Any]) -> str:
