@@ -245,3 +245,17 @@ def test_autocast_is_refused_by_name():
     engine.detach()
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=told):
         specdec.attach(model, algo="lookup", max_seq_len=64)
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_autocast_in_the_models_own_forward_is_refused_by_name(name):
+    def wrapped(model):  # as Accelerate's mixed precision, and so a Trainer with bf16=True, prepares a model
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        return model
+
+    told = r"its forward runs in torch.autocast\(dtype=torch.bfloat16\).* weights are torch.float32: .*model.to\("
+    with pytest.raises(specdec.AttachError, match=told) as refused:
+        specdec.attach(wrapped(tiny_model(name)), algo="lookup", max_seq_len=64)
+    assert len(refused.value.reasons) == 1
+    model = wrapped(tiny_model(name).to(torch.bfloat16))  # which the message advises
+    specdec.attach(model, algo="lookup", max_seq_len=64).detach()

@@ -73,8 +73,14 @@ def call_reasons(recording: Recording, model: PreTrainedModel, is_recurrent: boo
             "its attention does not go through AttentionInterface, nor through a method of a kind that we know, so it "
             "cannot be routed"
         ]
-    reasons = [p for c in calls for p in c.problems]
     dtype = model.get_input_embeddings().weight.dtype
+    if recording.autocast not in (None, dtype):
+        return [
+            f"its forward runs in torch.autocast(dtype={recording.autocast}), as Accelerate's mixed precision does, "
+            f"and its weights are {dtype}: an engine runs the model in the dtype of its weights. Convert the model "
+            f"before attach(): model.to({recording.autocast}), or prepare it without mixed precision"
+        ]
+    reasons = [p for c in calls for p in c.problems]
     others = sorted({str(c.dtype) for c in calls if c.dtype is not dtype})
     if others:
         reasons.append(

@@ -41,12 +41,16 @@ class RecordedCall:
 
 @dataclass
 class Recording:
-    """Of a forward. counts_positions: layers asked the cache how many tokens it holds; asks_length: the stack did."""
+    """Of a forward. counts_positions: layers asked the cache how many tokens it holds; asks_length: the stack did.
+
+    autocast: dtype of `torch.autocast` around its attention, which the forward itself switched on; None without.
+    """
 
     calls: list[RecordedCall] = field(default_factory=list)
     masks: list[str | Reach] = field(default_factory=list)
     counts_positions: bool = False
     asks_length: bool = False
+    autocast: torch.dtype | None = None
 
 
 _RECORDING: ContextVar[Recording] = ContextVar("specdec_probe")
@@ -130,6 +134,8 @@ def record_attention(
     dtypes = {q.dtype, k.dtype, v.dtype}
     if len(dtypes) > 1:
         problems.append(f"queries, keys and values have several types ({', '.join(sorted(map(str, dtypes)))})")
+    if torch.is_autocast_enabled(q.device.type):
+        _recording().autocast = torch.get_autocast_dtype(q.device.type)
     window = kw.get("own_window")
     spec = spec if window is None else replace(spec, window=window)
     _recording().calls.append(RecordedCall(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems, window))
