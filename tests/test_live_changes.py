@@ -323,3 +323,19 @@ def test_a_changed_model_gives_its_own_text_or_a_named_error(attached, way, ask)
     else:
         assert outcome == expected
     assert ask(engine) == base, "what was put back is served again"
+
+
+def test_autocast_that_the_models_forward_switches_on_later_is_refused_by_name():
+    model = tiny_model("llama")
+    engine = specdec.attach(model, algo="lookup", max_seq_len=64, cuda_graph=False)
+    before = engine.generate(PROMPT, max_new_tokens=NUM_TOKENS).tokens
+    own, model.forward = model.forward, torch.autocast("cpu", torch.bfloat16)(model.forward)
+    with pytest.raises(GraphError, match=r"forward runs in torch.autocast\(dtype=torch.bfloat16\) since attach\(\)"):
+        engine.generate(PROMPT, max_new_tokens=NUM_TOKENS)
+    engine.check_integrity()
+    model.forward = own
+    assert engine.generate(PROMPT, max_new_tokens=NUM_TOKENS).tokens == before
+    engine.detach()
+    model.to(torch.bfloat16).forward = torch.autocast("cpu", torch.bfloat16)(own)  # as the message advises
+    with specdec.attach(model, algo="lookup", max_seq_len=64, cuda_graph=False) as engine:
+        assert len(engine.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).tokens[0]) == NUM_TOKENS

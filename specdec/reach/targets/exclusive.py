@@ -49,12 +49,16 @@ def _exclusive(module: nn.Module, turns: AbstractContextManager[Any]) -> Callabl
 
 
 @contextmanager
-def answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Make this thread's calls of `module` return `output` within the context, whatever is given; no hooks run."""
+def answering(module: nn.Module, output: Any, check: Callable[[], object] = bool) -> Iterator[None]:
+    """Make this thread's calls of `module` return `output` within the context, whatever is given; no hooks run.
+
+    check: called first, where the module would have run; may raise.
+    """
     me, this, before = threading.get_ident(), weakref.ref(module), vars(module).get(_CALL)
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == me:
+            check()
             return output
         return (before or this()._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
 

@@ -5,11 +5,13 @@ A route knows the model and no engine: the caller's scopes decide what answers t
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.core.errors import GraphError
 from specdec.graphs import Change, ChangeKind
 from specdec.reach.targets.adapters import Attention, routed
 from specdec.reach.targets.admission.probe import ModelSpec
@@ -24,6 +26,19 @@ def _places(model: nn.Module, routed: Collection[nn.Module]) -> set[tuple[nn.Mod
     paths = [name.split(".") for name, module in modules.items() if name and module in routed]
     names = dict.fromkeys(".".join(path[:i]) for path in paths for i in range(1, len(path) + 1))
     return {(modules[parent], key) for parent, _, key in (name.rpartition(".") for name in names)}
+
+
+def _refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise GraphError where the model's own forward has switched on autocast to another type than the layers ran in,
+    which do not get it: its text would be neither the model's own nor that of its weights."""
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        lower = torch.get_autocast_dtype(device.type)
+        if lower is not dtype:
+            raise GraphError(
+                f"the model's forward runs in torch.autocast(dtype={lower}) since attach(), as Accelerate's mixed "
+                f"precision does, and its weights are {dtype}: an engine runs the model in the dtype of its weights. "
+                f"Put its forward back, or detach(), convert it, model.to({lower}), and attach() again"
+            )
 
 
 class Route:
@@ -67,7 +82,7 @@ class Route:
         answer = self.spec.stack_output(last_hidden_state=hidden)
         with (
             self.spec.adapter(Attention).routed(),
-            answering(self.spec.stack, answer),
+            answering(self.spec.stack, answer, partial(_refuse_autocast, hidden.device, hidden.dtype)),
             multiplying(self._model.get_output_embeddings() if hidden.is_cuda else None),
             evaluating(self._model, self._modules),
         ):
