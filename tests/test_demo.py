@@ -108,6 +108,7 @@ def test_generate_in_a_pipe_prints_the_text_only(folder, capsys, monkeypatch):
     code, lines, errors = run(capsys, monkeypatch, "generate", "w5 w9", *common, "--seed", 3)
     assert not code
     assert re.fullmatch(r"(\s*w\d+)+", "\n".join(lines)) and re.fullmatch(r"\[\d+ tokens, .*\]\n", errors)
+    assert "on this CPU a round of S=" in errors  # and so whether it pays, or that there is no draft
 
 
 def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, capsys):

@@ -62,10 +62,11 @@ class Generate(WithDraft):
         model, tokenizer = self.load()
         # not compiled: one text would not earn it back
         reader = read_processor(self.target, model) or tokenizer
-        engine = self.drafting(model).attach(model, reader, max_batch=1, compile=False)
+        drafting = self.drafting(model)
+        engine = drafting.attach(model, reader, max_batch=1, compile=False)
         question: Any = prompt if self.raw else [{"role": "user", "content": prompt}]
         pieces = engine.stream(question, max_new_tokens=self.max_new_tokens, stop=self.stop, **given)
-        print(statistics(print_stream(pieces)), file=sys.stderr)
+        print(statistics(print_stream(pieces), drafting.note), file=sys.stderr)
 
 
 chat, generate = command_of(Chat), command_of(Generate)
@@ -125,7 +126,8 @@ def print_stream(
         pieces.close()
 
 
-def statistics(out: RequestOutput) -> str:
-    """Say in brackets what one request took."""
+def statistics(out: RequestOutput, note: str = "") -> str:
+    """Say in brackets what one request took, and `note`."""
     rate = len(out.tokens) / out.time_s
-    return f"[{len(out.tokens)} tokens, {out.finish_reason}, {rate:.1f} tokens/s, tau {out.acceptance.tau:.2f}]"
+    took = f"{len(out.tokens)} tokens, {out.finish_reason}, {rate:.1f} tokens/s, tau {out.acceptance.tau:.2f}"
+    return f"[{took}; {note}]" if note else f"[{took}]"
