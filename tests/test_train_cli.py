@@ -22,6 +22,7 @@ from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.heads.load import detect_algo
 from specdec.reach.targets.pretrained import load_draft, load_pretrained
 from specdec.tools.commands.train import app, print_json
+from specdec.tools.train import generation
 from specdec.tools.train.adapt import LOGGED
 from specdec.tools.train.data import Corpus
 from specdec.tools.train.fit import checkpoint_of
@@ -197,6 +198,13 @@ def test_a_small_model_that_gguf_cannot_hold_is_adapted_as_it_is(folder: Path, t
         LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), **changes, "head_dim": 24})).save_pretrained(tmp_path / "s")
         with pytest.raises(ValueError, match=said):
             fit(folder, "standalone", tmp_path / "no", "--max-steps", 1, "--init", tmp_path / "s")
+
+
+def test_a_corpus_that_would_be_empty_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "self_chat_prompts", lambda *args, **options: [])
+    with pytest.raises(ValueError, match=r"of 2 chats of shard 0/1 the target wrote no user turn that can be kept"):
+        prepare(tmp_path / "c", Generation(chats=2, max_new_tokens=4), target=str(folder / "target"), device="cpu")
+    assert not (tmp_path / "c").exists()
 
 
 def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def prepare(
     """Generate a corpus with the target, write it to the file `out`, and return its sizes and generation times.
 
     overwrite: replace an existing file. check: called with target and tokenizer before any work. ValueError for prompts
-    and max_new_tokens past the target's positions.
+    and max_new_tokens past the target's positions, and where no request is left.
     """
     check_corpus(out, overwrite)
     model, tokenizer = load(target, dtype, device)
@@ -147,6 +147,11 @@ def prepare(
     turns_report = turns.report()
     rest = Budget(g.gen_minutes - turns.seconds / 60 if g.gen_minutes else None)
     jobs = shard_jobs(g, questions, chats)
+    if not jobs:
+        raise ValueError(
+            f"nothing to generate: of {g.num_chats} chats of shard {g.shard} the target wrote no user turn that can be "
+            "kept; pass gsm8k, or more chats"
+        )
     corpus = answer(engine, jobs, g.max_new_tokens, chunk=chunk, budget=rest, keep=lambda c: c.save(out, fingerprint))
     engine.detach()
     corpus.save(out, fingerprint)
