@@ -1,5 +1,8 @@
 """Recording a callable: the graph that Dynamo finds, at a fraction of the time; what it cannot do is left to Dynamo."""
 
+import subprocess
+import sys
+
 import pytest
 import sympy
 import torch
@@ -136,3 +139,20 @@ def test_what_is_taken_for_granted_of_sizes_is_checked_for_all(relation):
             taken = relation(side, other)
             expected = all(taken.subs(size, n) == True for n in range(2, 13))  # noqa: E712 (sympy)
             assert _holds(taken, size, 2, 12) == expected, taken
+
+
+TRACED_ALONE = """if True:
+    import sys, torch
+    from torch import nn
+    from specdec.graphs.compile.trace import trace
+
+    layer = nn.Linear(8, 8)
+    trace(lambda x: (layer(x),), [torch.randn(4, 8)], (), "eager", module=layer)
+    found = {"torch.export._trace", "torch._inductor.codecache", "networkx"} & sys.modules.keys()
+    assert not found, found
+"""
+
+
+def test_a_trace_imports_no_compiler():
+    """Torch's take half a second, and a trace needs none."""
+    subprocess.run([sys.executable, "-c", TRACED_ALONE], check=True, timeout=120)

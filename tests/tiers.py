@@ -124,6 +124,7 @@ FIRST = {
     "test_quantised.py::test_layers_are_of_our_ops": "fp8",
     "test_quantised.py::test_text_of_experts_is_that_of_generate": "fp8-plain",
     "test_quantised.py::test_text_is_that_of_generate": "nf4-chain",
+    "test_record.py::test_a_trace_imports_no_compiler": ".",
     "test_recurrent.py::test_a_draft_that_is_the_same_model_is_always_right": "qwen3_next|tree",
     "test_recurrent.py::test_every_graph_replays": "qwen3_next-whole",
     "test_recurrent.py::test_every_type_and_algorithm_in_graphs": "qwen3_next-eagle|mamba2-lookup",
