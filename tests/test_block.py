@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import specdec
 from specdec import SamplingParams
 from specdec.backends.rope import rotate
 from specdec.core.errors import CheckpointError
 from specdec.core.functional import torch_ops, trellis
+from specdec.reach.heads.fresh import block_config
 from specdec.reach.heads.load import detect_algo, inspect, load_head, save_head
 from specdec.reach.targets.shape import TargetShape
 from specdec.tools.train.blocks import block_states
@@ -239,6 +241,14 @@ def test_auto_rounds_with_a_block():
     head = random_block(model).to(DEVICE)
     with specdec.attach(model, head, max_batch=3, max_seq_len=128, num_steps="auto") as engine:
         assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
+
+
+@pytest.mark.parametrize(("num_layers", "expected"), [(1, (0,)), (2, (0, 1)), (28, (1, 7, 13, 19, 25))])
+def test_a_new_head_reads_layers_that_the_target_has(num_layers, expected):
+    config = tiny_model("llama").config
+    config.num_hidden_layers = num_layers
+    model = AutoModelForCausalLM.from_config(config)
+    assert block_config(model, None).aux_layers == expected
 
 
 def test_settings_that_a_block_cannot_have():

@@ -127,7 +127,8 @@ def block_config(
     num_layers: two by default.
     """
     shape, size = TargetShape.of(model), min(draft_vocab_size or DRAFT_VOCAB, TargetShape.of(model).vocab_size)
-    spread = [round(1 + i * (shape.num_layers - 4) / 4) for i in range(5)]
+    last = shape.num_layers - 1
+    spread = [min(max(round(1 + i * (last - 3) / 4), 0), last) for i in range(5)]  # within a target of one layer, too
     layer = layer_config(model, intermediate_size or mlp_width(model))
     return BlockConfig(
         layer=replace(layer, qk_norm=True),
