@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     target = make_target(args.shape, "cuda" if torch.cuda.is_available() else "cpu")
     head = make_head(args.shape, target)
     given = {"max_batch": args.max_batch, "check_kernels": args.check_kernels}
-    settings = {**draft.settings(imposed=True), "graph_sampling": ("greedy",), "max_seq_len": 4096, **given}
+    settings = {**draft.settings(imposed=True), "max_seq_len": 4096, **given}
     settings |= {"num_steps": "auto"} if args.auto else {}
     samples = Samples()
     start = time.perf_counter()
