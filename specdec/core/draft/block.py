@@ -65,11 +65,9 @@ class BlockWorker(DraftModelWorker):
     def draft(self, batch: RoundBatch) -> Draft:
         batch, states = self.with_uniforms(batch), self.states(batch)
         logits = self.score(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        return (
-            self._draft_chain(batch, states, logits)
-            if batch.shape.topk == 1
-            else self._draft_tree(batch, states, logits)
-        )
+        if batch.shape.topk > 1:
+            return self._draft_tree(batch, states, logits)
+        return self.chain(batch, lambda step, last: logits[:, step] + self._bias(last, states[:, step]))
 
     def states(self, batch: RoundBatch) -> torch.Tensor:
         """Run the block: normed states [bs, S, h_d] of the rows that predict the next S tokens."""
@@ -110,16 +108,6 @@ class BlockWorker(DraftModelWorker):
         depths = torch.arange(num_rows, device=self.hot_ids.device).expand(bs, -1).contiguous()
         bits = depths.new_full((bs, num_rows, num_words(num_rows)), -1)
         return {"depths": depths, "ancestor_bits": bits, "tail_depths": depths}
-
-    def _draft_chain(self, batch: RoundBatch, states: torch.Tensor, logits: torch.Tensor) -> Draft:
-        tokens: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
-        last = batch.roots
-        for step in range(batch.shape.num_steps):
-            own = logits[:, step] + self._bias(last, states[:, step])
-            last = self.pick(batch, step, self.guided(batch, step, own.unsqueeze(1)).squeeze(1), laws)
-            tokens.append(last)
-        return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self.over_target_vocab(laws))
 
     def _draft_tree(self, batch: RoundBatch, states: torch.Tensor, logits: torch.Tensor) -> Draft:
         k, (bs, num_steps), markov = self.config.topk, states.shape[:2], self.head.markov

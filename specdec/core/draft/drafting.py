@@ -142,15 +142,11 @@ class SteppingWorker(DraftModelWorker):
     def _draft_chain(self, batch: RoundBatch) -> Draft:
         """K=1: the best (or a drawn) token a step."""
         steps = self.steps(batch)
-        logits = self.score(self.normed(steps.root))
-        tokens: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
-        for step in range(batch.shape.num_steps):
-            if step:
-                logits = self.score(steps.advance(tokens[-1].unsqueeze(1)))
-            logits = self.guided(batch, step, logits.unsqueeze(1)).squeeze(1)
-            tokens.append(self.pick(batch, step, logits, laws))
-        return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self.over_target_vocab(laws))
+
+        def logits_of(step: int, last: torch.Tensor) -> torch.Tensor:
+            return self.score(steps.advance(last.unsqueeze(1)) if step else self.normed(steps.root))
+
+        return self.chain(batch, logits_of)
 
     def _draft_tree(self, batch: RoundBatch) -> Draft:
         """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2).

@@ -12,7 +12,7 @@ import torch
 from specdec.backends.op import ForwardContext, attention
 from specdec.backends.rope import Rope
 from specdec.core.batch import AttentionMetadata, ForwardMode
-from specdec.core.draft.worker import STREAM_DRAFT, DraftParts, DraftWorker, RoundBatch
+from specdec.core.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch
 from specdec.core.functional import spine
 from specdec.core.functional.tree import Tree
 
@@ -123,6 +123,17 @@ class DraftModelWorker(DraftWorker):
         assert batch.sampling is not None and batch.uniforms is not None
         laws.append(self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1))
         return self.ops.sample(laws[-1], batch.uniforms[:, step], self.hot_ids)
+
+    def chain(self, batch: RoundBatch, logits_of: Callable[[int, torch.Tensor], torch.Tensor]) -> Draft:
+        """Draft a chain. logits_of: maps a draft step and the tokens [bs] before it to logits [bs, dv]."""
+        last = batch.roots
+        tokens: list[torch.Tensor] = []
+        laws: list[torch.Tensor] = []
+        for step in range(batch.shape.num_steps):
+            logits = self.guided(batch, step, logits_of(step, last).unsqueeze(1)).squeeze(1)
+            last = self.pick(batch, step, logits, laws)
+            tokens.append(last)
+        return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self.over_target_vocab(laws))
 
     def build(
         self, batch: RoundBatch, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor

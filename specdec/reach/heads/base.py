@@ -65,10 +65,15 @@ class HotVocabHead(LlamaLikeHead):
     d2t: torch.Tensor
     t2d: torch.Tensor
 
-    def make_hot_vocab(self, size: int) -> None:
-        """Allocate d2t for `size` tokens, and t2d."""
-        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(self.vocab_size, dtype=torch.bool))
+    def __init__(self, config: Any):
+        super().__init__()
+        c, size = config, config.layer.hidden_size
+        self.config = c
+        self.aux_layers = c.aux_layers
+        self.hidden_size, self.target_hidden_size, self.vocab_size = size, c.target_hidden_size, c.vocab_size
+        self.fc = nn.Linear(len(c.aux_layers) * c.target_hidden_size, size, bias=False)
+        self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
 
     def set_hot_vocab(self, target_ids: torch.Tensor) -> None:
         """Set the hot vocabulary to `target_ids` [dv] int64, distinct; stored in ascending order."""

@@ -72,14 +72,10 @@ class BlockHead(HotVocabHead, BlockDraftHead):
     algo = "block"
 
     def __init__(self, config: BlockConfig):
-        super().__init__()
+        super().__init__(config)
         c, size, eps = config, config.layer.hidden_size, config.layer.rms_norm_eps
-        self.config = c
-        self.aux_layers = c.aux_layers
-        self.hidden_size, self.target_hidden_size, self.vocab_size = size, c.target_hidden_size, c.vocab_size
         self.block_size, self.mask_token_id = c.block_size, c.mask_token_id
         self.causal, self.predicts_next = c.causal, c.predicts_next
-        self.fc = nn.Linear(len(c.aux_layers) * c.target_hidden_size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.layers = nn.ModuleList([DraftLayer(c.layer) for _ in range(c.num_layers)])
         self.norm = nn.RMSNorm(size, eps=eps)
@@ -87,7 +83,6 @@ class BlockHead(HotVocabHead, BlockDraftHead):
         self.markov_head = MarkovHead(c) if c.markov_rank else None
         self.embed_tokens = nn.Embedding(c.vocab_size, size) if c.own_embedding else None
         self.lm_head = OutputHead(size, c.draft_vocab_size, bias=False) if c.own_head else None
-        self.make_hot_vocab(c.draft_vocab_size)
 
     @property
     def markov(self) -> MarkovHead | None:

@@ -73,14 +73,9 @@ class Eagle3Head(HotVocabHead, RecyclingHead):
     algo = "eagle3"
 
     def __init__(self, config: Eagle3Config):
-        super().__init__()
-        c, size = config, config.layer.hidden_size
-        eps = c.layer.rms_norm_eps
-        self.config = c
-        self.aux_layers = c.aux_layers
-        self.hidden_size, self.target_hidden_size, self.vocab_size = size, c.target_hidden_size, c.vocab_size
+        super().__init__(config)
+        c, size, eps = config, config.layer.hidden_size, config.layer.rms_norm_eps
         self.recycles_normed = c.recycles_normed
-        self.fc = nn.Linear(len(c.aux_layers) * c.target_hidden_size, size, bias=False)
         self.midlayer = Eagle3Layer(c.layer, c.norm_before_residual)
         if c.num_layers > 1:
             self.additional_layers = nn.ModuleList([DraftLayer(c.layer) for _ in range(c.num_layers - 1)])
@@ -91,7 +86,6 @@ class Eagle3Head(HotVocabHead, RecyclingHead):
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = OutputHead(size, c.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(c.vocab_size, size) if c.own_embedding else None
-        self.make_hot_vocab(c.draft_vocab_size)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Fuse target features [..., num_aux*h] of the aux layers, low to high, into the feature g [..., h_d]."""
