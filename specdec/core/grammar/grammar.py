@@ -38,7 +38,7 @@ class Grammar:
     any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False) or self._is_false_schema(name)]
+        given = self._given
         if len(given) != 1:
             raise ValueError(f"a Grammar with {given or 'nothing'} set: expected exactly one of {', '.join(KINDS)}")
         for name in ("regex", "lark", "ebnf"):
@@ -62,9 +62,14 @@ class Grammar:
         return cls(**value)
 
     @property
+    def _given(self) -> list[str]:
+        """The fields that are set; False is a schema."""
+        return [n for n in KINDS if getattr(self, n) not in (None, False) or (n == "json" and self.json is False)]
+
+    @property
     def kind(self) -> str:
         """The name of the field that is set."""
-        return next(name for name in KINDS if getattr(self, name) not in (None, False) or self._is_false_schema(name))
+        return self._given[0]
 
     @cached_property
     def value(self) -> Any:
@@ -84,9 +89,6 @@ class Grammar:
             return _json.dumps([self.kind, value, self.any_whitespace])
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{self.kind}: it is not JSON: {error}") from None
-
-    def _is_false_schema(self, name: str) -> bool:
-        return name == "json" and self.json is False
 
 
 def _parsed(text: str) -> Any:

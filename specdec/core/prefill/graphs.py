@@ -42,7 +42,8 @@ class PrefillGraphs:
     def __init__(self, parts: Parts, program: Round, pool: GraphPool | None, mode: str):
         target, config, slot_table = parts.target, parts.config, parts.tables.table
         self.mode = mode
-        self.whole = None if mode == "off" else whole_graphs(parts, program, pool, _device_bound_from(parts))
+        of_target = _device_bound_from(parts)
+        self.whole = None if mode == "off" else whole_graphs(parts, program, pool, of_target)
         self._slot_table = slot_table
         self._dummy_row = config.dummy_row
         self._target, self._target_context, self._counters = target, parts.context, parts.counters
@@ -50,7 +51,7 @@ class PrefillGraphs:
         breakable = None if mode == "off" else pick_breakable(device, pool)
         self._capture: Capture = breakable or EagerCapture()
         whole = () if self.whole is None else self.whole.runner.runner.buckets
-        buckets = part_sizes(config, whole, _device_bound_from(parts))
+        buckets = part_sizes(config, whole, of_target)
         interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
         largest = buckets[-1] if breakable is not None else 0
         self.programs = Programs(parts, largest, interrupt)
@@ -66,7 +67,7 @@ class PrefillGraphs:
             shared={} if breakable is None else shared,
         )
         self.target_runner = _runner("target_prefill", self.programs.target, None, setup)
-        self.target_runner.device_bound_from = _device_bound_from(parts)
+        self.target_runner.device_bound_from = of_target
         of_draft = _device_bound_from(parts, parts.worker.hidden_size)
         setup = replace(setup, buckets=part_sizes(config, whole, of_draft))
         self.draft_runners = [  # one per module
@@ -96,14 +97,12 @@ class PrefillGraphs:
         Valid until the next call. embedded: read in place of ids, by the live layers.
         """
         if embedded is not None:
-            return self._embedded(metadata, embedded)
+            name = self.target_runner.runner.name
+            self._counters.count_eager(name, "prompts with images: the live layers read them")
+            with forward_context(self._target_context, replace(metadata, limits=embedded.limits)):
+                return self._target.embedded_layers(embedded, metadata.positions)
         inputs = _inputs(metadata, ids)
         return self.target_runner(metadata.mode, ids.shape[0], inputs, metadata=metadata)
-
-    def _embedded(self, metadata: AttentionMetadata, chunk: EmbeddedChunk) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self._counters.count_eager(self.target_runner.runner.name, "prompts with images: the live layers read them")
-        with forward_context(self._target_context, replace(metadata, limits=chunk.limits)):
-            return self._target.embedded_layers(chunk, metadata.positions)
 
     def draft(
         self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
