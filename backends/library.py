@@ -30,7 +30,6 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed."""
     return find_spec("triton") is not None
 
 

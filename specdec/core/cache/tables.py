@@ -66,7 +66,6 @@ class SlotTables:
         return (num_slots // page_size + 1) * page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     @property
@@ -166,7 +165,6 @@ class SlotTables:
 
     @property
     def num_free_rows(self) -> int:
-        """Rows nobody holds."""
         return len(self._free_rows)
 
     @property

@@ -136,7 +136,6 @@ class SteppingWorker(DraftModelWorker):
         return self.node_depths[: ids.shape[1] * num_steps].expand(ids.shape[0], -1)
 
     def steps(self, batch: RoundBatch) -> "Steps":
-        """The draft steps of one round."""
         return Steps(self, batch)
 
     def _draft_chain(self, batch: RoundBatch) -> Draft:

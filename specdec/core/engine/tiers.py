@@ -97,7 +97,6 @@ class Tiers:
         self._is_disturbed = True
 
     def note_admission(self) -> None:
-        """See `Policy.note_admission`."""
         if self.policy is not None:
             self.policy.note_admission()
 

@@ -264,5 +264,4 @@ def _set(mask: np.ndarray, token: int, is_set: bool) -> None:
 
 
 def is_allowed(mask: np.ndarray, token: int) -> bool:
-    """Return whether `mask` allows a token."""
     return bool(int(mask[token // 32]) >> token % 32 & 1)

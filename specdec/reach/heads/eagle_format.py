@@ -18,7 +18,6 @@ from specdec.reach.targets.shape import TargetShape
 def read(
     files: HeadFiles, target: TargetShape | None, head_class: Callable[[EagleConfig], EagleHead] = EagleHead
 ) -> Stored | None:
-    """Read the head in `files`; see `HeadFormat`."""
     config = files.parse(_config)
     if config is None:
         return None

@@ -90,7 +90,6 @@ LAYOUTS = (
 
 
 def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
-    """Read the head in `files`; see `HeadFormat`."""
     config = files.parse(_config, target and target.num_layers)
     if config is None or target is None:
         return None

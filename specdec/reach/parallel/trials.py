@@ -30,7 +30,6 @@ class Changes:
         self._undo.append(partial(fn, *args))
 
     def replace(self, own: dict[str, Any], key: str, value: Any) -> None:
-        """Replace own[key] by `value`."""
         self.on_restore(own.__setitem__, key, own[key])
         own[key] = value
 

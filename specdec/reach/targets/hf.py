@@ -143,7 +143,6 @@ class HFTarget:
 
     @property
     def device(self) -> torch.device:
-        """Device of the inputs."""
         return self.embed_tokens.weight.device  # type: ignore[return-value]
 
     @property
@@ -153,7 +152,6 @@ class HFTarget:
 
     @property
     def embed_tokens(self) -> nn.Module:
-        """The input embedding, which EAGLE heads share."""
         return self.model.get_input_embeddings()
 
     def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps, num_kept: int) -> tuple[LayerState, ...]:
@@ -178,10 +176,7 @@ class HFTarget:
     def layers(
         self, mode: ForwardMode, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run all but the head on tokens [T] at positions [T]; return last hidden states [T, h], aux [T, num_aux*h].
-
-        Attention goes to the scope in force. Rows do not interact elsewhere, so any T can be captured.
-        """
+        """Attention goes to the scope in force. Rows do not interact elsewhere, so any T can be captured."""
         if self._last_position is not None:
             positions = positions.clamp(max=self._last_position)
         compiled = self.compiled.get(mode is ForwardMode.EXTEND)

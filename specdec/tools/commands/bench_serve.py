@@ -112,7 +112,6 @@ class Letters:
     """A tokenizer for models without one: a letter a token."""
 
     def decode(self, tokens: Sequence[int], **_: Any) -> str:
-        """Return the text of `tokens`."""
         return "".join(chr(97 + token % 26) for token in tokens)
 
 

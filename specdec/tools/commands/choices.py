@@ -34,7 +34,6 @@ class OnTarget(Options):
     dtype: str = option("float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.", "auto")
 
     def load(self) -> tuple[Any, Any]:
-        """Load target and tokenizer."""
         return load(self.target, self.dtype, self.device)
 
 
@@ -112,7 +111,6 @@ class Drafting:
     note: str = ""
 
     def attach(self, model: Any, tokenizer: Any, **settings: Any) -> Engine:
-        """Attach an engine that drafts so."""
         return attach(model, self.source, self.algo, tokenizer=tokenizer, **{**settings, **self.settings})
 
 

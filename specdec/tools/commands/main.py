@@ -32,7 +32,6 @@ class LazyGroup(TyperGroup):
     """Commands of COMMANDS; help lists them without importing them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in their order."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

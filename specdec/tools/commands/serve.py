@@ -102,7 +102,6 @@ class Serve(WithDraft):
             raise typer.Exit(1)
 
     def _settings(self, max_batch: int, tokenizer: Any, has_end: bool) -> dict[str, Any]:
-        """Return settings of the engine."""
         given = {"compile": self.compile, "max_seq_len": self.max_seq_len}
         settings: dict[str, Any] = {"num_slots": self.num_slots, "logprobs": self.max_logprobs}
         settings |= {"max_batch": max_batch, "prefix_cache": "auto" if self.prefix_cache else False}

@@ -68,7 +68,6 @@ class Agreement:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that were compared."""
         return self.right.shape[1]
 
     @property

@@ -40,7 +40,6 @@ class DraftShape(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "DraftShape":
-        """Return the shape of a row."""
         return cls(row["steps"], row["topk"], row["draft_tokens"], row.get("draft_vocab"))
 
     @property

@@ -68,7 +68,6 @@ class Load:
         return [replace(self, clients=of(self.clients, i), rate=rate, first=i, step=num) for i in range(num)]
 
     def body(self, number: int) -> dict[str, Any]:
-        """Return the body of request `number`."""
         rng = random.Random(number)
         new = self._length(rng, self.new_tokens, self.longest - 1)
         size = self._length(rng, self.prompt_tokens, self.longest - new)

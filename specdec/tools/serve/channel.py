@@ -42,7 +42,6 @@ class Channel:
 
 
 def packed(message: Any) -> bytes:
-    """Return the bytes of a message."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 

@@ -35,7 +35,6 @@ class Facts:
 
     @classmethod
     def of(cls, engine: Engine) -> "Facts":
-        """Return the facts of an attached engine."""
         reads_images = engine.processor is not None and bool(engine._attached().target.images.names)
         samples = bool(engine.report().generation.get("do_sample"))
         device_type = engine.target_module.device.type

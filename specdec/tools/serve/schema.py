@@ -126,7 +126,6 @@ class Body:
 
     @property
     def has_images(self) -> bool:
-        """True if some message holds an image."""
         return any(not isinstance(message["content"], str) for message in self.get("messages", ()))
 
     @property

@@ -34,7 +34,6 @@ class Tally:
         self._counts = torch.zeros(4, dtype=torch.float64, device=device)
 
     def add(self, batch: Batch, outcome: Outcome) -> None:
-        """Add the counts of a batch."""
         right, losses = outcome.right, torch.stack(outcome.losses).detach()
         self._steps += torch.stack([losses, right.sum(1), accepted_prefixes(batch, right).sum(1)])
         sizes = [1, batch.rows.numel(), 0, batch.starts.numel()]

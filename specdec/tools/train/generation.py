@@ -90,7 +90,6 @@ class Generation:
 
     @property
     def num_chats(self) -> int:
-        """Number of chats of this shard."""
         return len(range(self.chats)[self.part])
 
     @property

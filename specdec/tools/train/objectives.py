@@ -139,7 +139,6 @@ class Objective(ABC):
 
     @property
     def num_trained(self) -> int:
-        """Number of trained parameters."""
         return sum(p.numel() for p in self.optimizer.module.parameters() if p.requires_grad)
 
     @property

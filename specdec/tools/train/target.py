@@ -92,7 +92,6 @@ class Teacher:
 
     @property
     def embed_tokens(self) -> nn.Module:
-        """The input embedding, shared with the head."""
         return self.model.get_input_embeddings()
 
     @property

@@ -73,7 +73,6 @@ class ModelSpec:
     blocks: tuple[nn.Module, ...] = ()
 
     def adapter(self, kind: type[A]) -> A:
-        """Return the adapter of a kind."""
         return _of_kind(self.adapters, kind)
 
     @cached_property

@@ -42,7 +42,6 @@ def is_kind(module: Any, *names: str) -> bool:
 
 
 def quantised_linears(model: nn.Module) -> list[Any]:
-    """Return the quantised linear layers of `model`."""
     return [module for module in model.modules() if is_quantised_linear(module)]
 
 

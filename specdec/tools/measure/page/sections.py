@@ -103,7 +103,6 @@ class Best(NamedTuple):
     by: str = "_all"
 
     def cards(self, rows: Rows) -> Iterator[Card]:
-        """Yield the cards."""
         own = [row for row in rows if row.get(self.key) is not None]
         for name, group in sorted(grouped(own, lambda row: str(row.get(self.by, ""))).items()):
             row = self.pick(group, key=lambda row: row[self.key])
@@ -135,7 +134,6 @@ class RowKind:
     tables: Callable[[Rows], list[Table]] = lambda rows: []
 
     def section(self, rows: Sequence[Row], charts: Charts) -> Section:
-        """Make the section of `rows`."""
         own = self.complete(rows)
         for name, keys in (("_series", self.series), ("_case", self.cases)):
             chosen = varying(own, keys) or [key for key in keys if any(row.get(key) for row in own)][:1]
