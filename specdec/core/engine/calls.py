@@ -153,8 +153,9 @@ class Calls:
         """Wake `call` at the next `wake`."""
         self._noted.append(call)
 
-    def wake(self) -> None:
-        """Wake the calls that were noted; each event loop is called once for all of its tasks."""
+    def wake(self, *calls: Waits) -> None:
+        """Wake `calls`, and those that were noted; each event loop is called once for all of its tasks."""
+        self._noted.extend(calls)
         futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         with suppress(IndexError):  # empty, maybe since another thread does the same
             while True:
@@ -193,6 +194,5 @@ class Calls:
             asleep = [] if self._is_stepped else list(self._asleep.items())
         for other, alarm in asleep:
             if not isinstance(alarm, asyncio.Future) and not other.has_news:
-                self.note(other)
-                self.wake()
+                self.wake(other)
                 break

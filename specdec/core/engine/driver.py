@@ -57,14 +57,12 @@ class Driver:
                 self._thread = threading.Thread(target=self._run, name="specdec", daemon=True)
                 self._thread.start()
                 atexit.register(self._leave)
-        self._core.calls.note(self)  # it sleeps where another caller steps
-        self._core.calls.wake()
+        self._core.calls.wake(self)  # it sleeps where another caller steps
 
     def _leave(self) -> None:
         """End the thread after its step, for good: Python, at its end, would take PyTorch down under it."""
         self._is_leaving = True
-        self._core.calls.note(self)
-        self._core.calls.wake()
+        self._core.calls.wake(self)
         self._thread.join()
 
     def _run(self) -> None:
