@@ -154,7 +154,7 @@ def _left_by_spine(probs: Tensor, draft_probs: Tensor, tree: Tree, num_steps: in
     law, draft_law = probs.gather(1, wide), draft_probs[:, :num_steps]
     p, q = law / law.sum(-1, keepdim=True, dtype=torch.float64), draft_law.double()
     mass = q.sum(-1, keepdim=True)
-    is_law = mass.isfinite() & (mass > 0)
+    is_law = _is_law(mass)
     q = torch.where(is_law, q / mass, 0)
     is_accepted = uniforms.gather(1, below).unsqueeze(2) * q.gather(2, drawn) < p.gather(2, drawn)
     num_accepted = (is_accepted & is_law).long().cumprod(1).sum(1, keepdim=True)  # [bs, 1, 1]

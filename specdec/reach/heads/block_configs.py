@@ -153,7 +153,6 @@ def speculators_json(c: BlockConfig, verifier: Mapping[str, Any] | None) -> dict
 
 
 def _dspark(c: BlockConfig) -> dict[str, Any]:
-    """Return the keys of what DSpark adds."""
     kind = next(name for name, gated in GATES.items() if gated == c.markov_gated)
     markov = {"markov_rank": c.markov_rank, "markov_head_type": kind} if c.markov_rank else {}
     return {"sample_from_anchor": c.predicts_next, **markov}

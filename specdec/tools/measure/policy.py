@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from specdec.api import Engine, attach
+from specdec.core.config import AUTO
 from specdec.core.sampling_params import SamplingParams
 from specdec.tools.measure.latency.cases import Cell, Timed, free
 from specdec.tools.measure.roofline import wait
 
 Row = dict[str, Any]
-AUTO = "auto"
-
-
 Prompts = Mapping[int | str, list[list[int]]]  # token ids, by their length or by their file
 
 

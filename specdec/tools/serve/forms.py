@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from specdec.core.errors import CapacityError, DetachedError
+from specdec.core.text.detokenizer import REPLACEMENT
 from specdec.tools.serve.intake import Busy, Closing, Failed, StreamPiece
 from specdec.tools.serve.schema import NAMES
 from specdec.tools.serve.splitting import Part, Splitter
@@ -123,7 +124,7 @@ class AnswerForm:
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
     def _choice(
-        self, index: int, part: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None
+        self, index: int, part: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
         finish_reason = None if reason is None else REASONS[reason]
         if finish_reason == "stop" and self.splitters and self.splitters[index].num_calls:
@@ -174,7 +175,7 @@ def _best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 def _scored(text: str, logprob: float) -> dict[str, Any]:
     """Return a token of a chat's log-probabilities; it has no bytes where it is a part of a character."""
-    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
 def as_json(content: Any, status: int = 200) -> Response:

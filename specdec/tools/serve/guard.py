@@ -31,7 +31,6 @@ class Guard:
         self.app, self.hosts, self.api_key = app, hosts, api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
         error = self._refusal(Headers(scope=scope), scope["path"]) if scope["type"] == "http" else None
         if error is None:
             await self.app(scope, receive, send)

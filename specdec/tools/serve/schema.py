@@ -82,11 +82,13 @@ class Body:
         )
         self.fields: dict[str, Any] = {}
         for name, value in raw.items():
-            if name in fields and value is not None:
+            if value is None:
+                continue
+            if name in fields:
                 self.fields[name] = fields[name](name, value)
-            elif name in REFUSED and value is not None:
+            elif name in REFUSED:
                 refuse_unless(name, value, REFUSED[name])
-            elif value is not None and name not in fields and name not in IGNORED:
+            elif name not in IGNORED:
                 raise ValueError(f"{shown(name)[1:-1]}: this server knows no such field: leave it out")
         self._check_together()
 

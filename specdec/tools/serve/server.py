@@ -126,15 +126,12 @@ class Endpoints:
         self.token_text = lru_cache(2**16)(partial(text_of_token, engine.tokenizer))
 
     async def models(self, _: Request) -> Response:
-        """GET /v1/models."""
         return as_json({"object": "list", "data": [*self.served.values()]})
 
     async def one_model(self, request: Request) -> Response:
-        """GET /v1/models/NAME."""
         return as_json(self.served[self._named(request.path_params["wanted"])])
 
     async def health(self, _: Request) -> Response:
-        """GET /health."""
         return as_json({"status": "ok"}) if self.intake.is_open else as_json({"status": "closing"}, 503)
 
     async def metrics(self, _: Request) -> Response:
@@ -142,7 +139,6 @@ class Endpoints:
         return Response(await asyncio.to_thread(generate_latest, self.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def fail(self, _: Request, error: Exception) -> Response:
-        """Answer with what went wrong."""
         status, content = (499, {}) if isinstance(error, Gone) else problem(error)
         self.answers.labels(status).inc()
         return as_json(content, status)
@@ -231,7 +227,6 @@ class EventStream:
         self.texts = texts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with aclosing(self.texts):

@@ -51,7 +51,6 @@ class _BlockAttention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, layer: int
     ) -> torch.Tensor:
-        """See `Attend`."""
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         own_k, own_v = (list(t.transpose(2, 3).unbind(1)) for t in (k, v))  # [B, Hkv, T, d] each

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from specdec.core.config import EngineConfig
 from specdec.core.functional.sampling import SamplingParams
+from specdec.core.text.detokenizer import REPLACEMENT
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.shapes import (
     block_layers,
@@ -48,7 +49,6 @@ GRIDS: dict[str, dict[str, Any]] = {
 }
 SHORT = EngineConfig.max_seq_len  # contexts up to here share an engine; each longer one has its own
 SPARE = 256  # KV slots a request beside its tokens: more than two rounds of any draft write ahead
-REPLACEMENT = "\ufffd"  # what half a character decodes to
 
 
 @dataclass(frozen=True)
