@@ -1,6 +1,5 @@
 """Registry of backends by name, and the choice among them."""
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,6 +8,7 @@ from types import MappingProxyType
 import torch
 
 from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec, unmet_needs
+from specdec.backends.library import has_triton
 from specdec.backends.recurrent.reference import TORCH_RECURRENT
 from specdec.backends.recurrent.state_pool import RecurrentOps
 from specdec.backends.torch_ref import TorchBackend
@@ -16,7 +16,7 @@ from specdec.core.errors import AttachError
 
 
 def _triton() -> type[AttentionBackend]:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         raise ImportError("triton is not installed: pip install triton")
     from specdec.backends.triton.backend import TritonBackend
 

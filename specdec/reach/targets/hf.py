@@ -35,7 +35,7 @@ from specdec.reach.targets.admission.recording import Positions
 from specdec.reach.targets.compiling.echo import echoing
 from specdec.reach.targets.images import Images
 from specdec.reach.targets.lora import Lora
-from specdec.reach.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
+from specdec.reach.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached, owner_of
 from specdec.reach.targets.route import Route
 from specdec.reach.targets.shape import LAST, TargetShape
 from specdec.reach.targets.taps import UNORDERED, Taps
@@ -269,8 +269,7 @@ class HFTarget:
     def _restore(self) -> None:
         """Take our marks away, and give a sharded model its own forwards and parameters again."""
         for module in self.model.modules():
-            mark = getattr(module, ATTACHED, None)
-            if mark is not None and mark.owner() is self:
+            if owner_of(module) is self:
                 delattr(module, ATTACHED)
                 module.__dict__.pop(LAYER_ID, None)
         if self._sharded is not None:
