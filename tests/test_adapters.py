@@ -260,6 +260,8 @@ def test_what_adapters_cannot_be_is_refused_by_name(two, saved, tmp_path):
     refused("cannot load the checkpoint '/no/such/folder': no such folder", {"x": "/no/such/folder"}, model)
     refused("use_dora=True, bias='all': expected low-rank products.*merge", changed(use_dora=True, bias="all"), model)
     refused("peft_type='LOHA': expected LORA", changed(peft_type="LOHA"), model)
+    for init in ("pissa", "pissa_niter_16", "OLoRA"):
+        refused(f"init_lora_weights='{init}': .*PEFT changes.*for_weight_conv", changed(init_lora_weights=init), model)
     for config in ({"lora_alpha": None}, {"lora_alpha": "x"}, {"lora_alpha": math.inf}, {"alpha_pattern": 3}):
         refused("lora_alpha=.*: expected a number, and numbers by regular", changed(**config), model)
     refused("alpha_pattern={'\\(': 4}: expected a number", changed(alpha_pattern={"(": 4}), model)

@@ -24,6 +24,8 @@ MORE = (
     *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
     *("layer_replication", "alora_invocation_tokens"),
 )
+# Beginnings of `init_lora_weights` with which PEFT changes the model's own weights when it loads an adapter.
+CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 CURE = "merge it into a copy of the model (merge_and_unload), and attach to that"
 
 
@@ -56,6 +58,11 @@ def read_lora(path_or_id: str | Path) -> dict[str, LowRank]:
     files = TensorFiles.at(path_or_id, FILES)
     config = read_json(files.folder, CONFIG)
     problems = list(config_reasons(config))
+    if str(init := config.get("init_lora_weights")).lower().startswith(CHANGE_BASE):
+        problems.append(
+            f"init_lora_weights={init!r}: its matrices fit weights that PEFT changes when it loads them; save it with "
+            f"path_initial_model_for_weight_conversion, or {CURE}"
+        )
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in files.read(files.files).items():
         match = KEY.fullmatch(key)
