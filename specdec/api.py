@@ -237,7 +237,7 @@ class Engine:
 
         ValueError names an empty prompt or continuation, CapacityError a pair longer than max_seq_len.
         """
-        return score(self._attached(), self.tokenizer, prompts, continuations, adapter)
+        return score(self._attached(), self.tokenizer, self.processor, prompts, continuations, adapter)
 
     def submit(self, prompts: Any, **options: Any) -> list[Request]:
         """Queue a request for every prompt, for callers that step the engine themselves: servers, benches.

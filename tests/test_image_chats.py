@@ -105,6 +105,15 @@ def test_templates_that_write_parts_only_get_the_text_without_a_processor_too(mo
         assert request.prompt_ids == [7, 8, 9]
 
 
+def test_scores_read_chats_as_generate_does(model):
+    """By the processor's template: its tokenizer may have none."""
+    with specdec.attach(model, tokenizer=make_processor(), **ON) as engine:
+        (of_chat,), (of_ids,) = (engine.score(prompt, ["w20 w21"]) for prompt in (chat(), [7, 8, 9]))
+        assert of_chat == of_ids
+        with pytest.raises(ValueError, match="pixel_values: the engine reads text alone"):
+            engine.score(chat({"type": "image", "image": picture(0)}), [[5]])
+
+
 def test_a_server_turns_images_upright_and_adds_what_the_processor_adds(model):
     """By EXIF, as transformers' own loader does; a BOS token that the template does not write."""
     processor, exif, file = make_processor(bos_token="w1"), Image.Exif(), io.BytesIO()

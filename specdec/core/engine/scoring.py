@@ -21,6 +21,7 @@ from specdec.core.cache.prefix import num_alike, scored_keys
 from specdec.core.engine.admission import adapter_number, check_ids
 from specdec.core.engine.core import Core
 from specdec.core.engine.packing import copy_to
+from specdec.core.engine.prompts import read_prompts
 from specdec.core.errors import CapacityError
 from specdec.core.functional.results import token_logprobs
 from specdec.core.text.inputs import check_text, prompts_to_ids
@@ -79,9 +80,12 @@ class ScoredPart(NamedTuple):
         return self.end - self.begin
 
 
-def score(core: Core, tokenizer: Any, prompts: Any, continuations: Any, adapter: str | None = None) -> list[Score]:
-    """Score a continuation for every prompt; see `Engine.score`."""
-    pairs, number = _checked(core, tokenizer, prompts, continuations), adapter_number(core, adapter)
+def score(
+    core: Core, tokenizer: Any, processor: Any, prompts: Any, continuations: Any, adapter: str | None = None
+) -> list[Score]:
+    """Score a continuation for every prompt; see `Engine.score`. processor: of chats, or None."""
+    read = read_prompts((), tokenizer, processor, prompts, None, {}).ids  # images are refused
+    pairs, number = _checked(core, read, _continuation_ids(continuations, tokenizer)), adapter_number(core, adapter)
     owners, results = [], []
     with closing(_scored(core, pairs, number)) as parts:
         for numbers, tokens, logits in parts:
@@ -102,7 +106,7 @@ def continuation_logits(
     Both are token ids. ValueError and CapacityError as for `Engine.score`.
     """
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
-    with closing(_scored(core, _checked(core, None, prompts, continuations))) as parts:
+    with closing(_scored(core, _checked(core, prompts, continuations))) as parts:
         for owners, _tokens, logits in parts:
             for owner, row in zip(owners.tolist(), logits.float().unbind(), strict=True):
                 rows[owner].append(row)
@@ -136,9 +140,8 @@ def _scored(core: Core, pairs: Sequence[Pair], adapter: int = 0) -> Generator[Sc
             core.step()  # they are other requests' rows, and their callers may be in this very thread
 
 
-def _checked(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[Pair]:
+def _checked(core: Core, befores: Sequence[list[int]], afters: Sequence[list[int]]) -> list[Pair]:
     """Return the pairs to score; ValueError (CapacityError) names the first that cannot be."""
-    befores, afters = prompts_to_ids(prompts, tokenizer), _continuation_ids(continuations, tokenizer)
     if len(befores) != len(afters):
         raise ValueError(f"{len(afters)} continuations for {len(befores)} prompts: expected one for each")
     most, pairs = core.config.max_seq_len, []
