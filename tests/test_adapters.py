@@ -88,6 +88,9 @@ def test_virtual_tokens_of_a_wrapper_are_refused_by_name():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(AttachError, match=r"a PeftModelForCausalLM.*PROMPT_TUNING works in the wrapper's own forward"):
         specdec.attach(peft.get_peft_model(tiny_model("llama"), config).eval())
+    config = peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
+    with pytest.raises(AttachError, match=r"its activated LoRA \(alora_invocation_tokens\) works.*such as plain LoRA"):
+        specdec.attach(peft.get_peft_model(tiny_model("llama"), config).eval())
 
 
 @pytest.mark.parametrize("mode", ["live", "compiled", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -65,9 +65,11 @@ def live_model(target: Any) -> PreTrainedModel:
 def _without_wrapper(wrapped: Any) -> PreTrainedModel:
     """Return the model that PEFT has wrapped; AttachError if the wrapper itself computes something."""
     config = getattr(wrapped, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
-        what = f"its {config.peft_type.value} works in the wrapper's own forward, which an engine does not run"  # type: ignore[union-attr]
-        raise AttachError(f"a {type(wrapped).__name__}", [f"{what}: expected adapters in layers, such as LoRA"])
+    is_activated = bool(getattr(config, "alora_invocation_tokens", None))
+    if getattr(config, "is_prompt_learning", False) or is_activated:
+        kind = "activated LoRA (alora_invocation_tokens)" if is_activated else config.peft_type.value  # type: ignore[union-attr]
+        what = f"its {kind} works in the wrapper's own forward, which an engine does not run"
+        raise AttachError(f"a {type(wrapped).__name__}", [f"{what}: expected adapters in layers, such as plain LoRA"])
     return live_model(wrapped.get_base_model())
 
 
