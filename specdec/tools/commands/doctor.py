@@ -12,8 +12,9 @@ from rich.markup import escape
 from specdec import shipped
 from specdec.core.errors import CheckpointError
 from specdec.core.text.prompts import chat_ids, read_questions, tokenizer_fingerprint, tokenizer_match
+from specdec.reach.assembly.assemble import resolve_draft
 from specdec.reach.heads.formats import WHOLE
-from specdec.reach.heads.load import detect_algo, inspect, load_head
+from specdec.reach.heads.load import inspect, load_head
 from specdec.reach.targets.pretrained import BUNDLED, load_draft, read_tokenizer
 from specdec.reach.targets.shape import TargetShape
 from specdec.reach.targets.standalone import named_tokenizer
@@ -70,7 +71,7 @@ class Doctor(OnTarget, Reported):
         questions = list(PROMPTS) if self.prompts is None else read_questions(self.prompts, self.limit)
         source = shipped.find(self.draft)
         checkpoint = None if source == BUNDLED else inspect(source)
-        kind = detect_algo(source, self.algo)
+        kind, _ = resolve_draft(source, self.algo or "auto")
         model, tokenizer = self.load()
         loaded, theirs, problems = None, None, list[str]()
         try:
