@@ -141,6 +141,25 @@ def test_what_is_taken_for_granted_of_sizes_is_checked_for_all(relation):
             assert _holds(taken, size, 2, 12) == expected, taken
 
 
+OPERATORS = {
+    "powers": lambda x: (x**2, x.abs() ** 0.5, x.abs() ** x, 2**x, x.clone().__ipow__(3)),
+    "sums and products": lambda x: (1 - x, 1 / x, x // 2, 2 // x, x % 2, 2 % x, -x, +x, abs(x), x @ x.T),
+    "in place": lambda x: (x.clone().__isub__(1), x.clone().__imul__(2), x.clone().__itruediv__(2)),
+    "bits": lambda x: ((x > 0) & (x < 1), (x > 0) | (x < 1), (x > 0) ^ (x < 1), ~(x > 0), x.int() << 1, x.int() >> 1),
+    "comparisons": lambda x: (x == 0, x != 0, x > 0, x >= 0, x < 0, x <= 0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_run_from_the_code_of_a_graph(name, walks):
+    layer, x, count = nn.Linear(8, 8), torch.randn(5, 8), len(OPERATORS[name](torch.ones(2, 2)))
+    expected = OPERATORS[name](layer(x))
+    traced = trace(
+        lambda x: OPERATORS[name](layer(x)), [torch.randn(4, 8)], (), "eager", module=layer, num_outputs=count
+    )
+    assert all(map(torch.equal, traced(x), expected)) and not walks
+
+
 TRACED_ALONE = """if True:
     import sys, torch
     from torch import nn

@@ -32,6 +32,8 @@ OPERATORS: dict[str, Any] = {
     **{name: getattr(operator, name) for name in ("__getitem__", "__setitem__")},
     **{"div": operator.truediv, "div_": operator.itruediv},
 }
+# Whose names do not lead to them, so that code made of a graph would not find them.
+WRAPPED: dict[Any, Any] = {torch.Tensor.__pow__: operator.pow, torch.Tensor.__ipow__: operator.ipow}
 
 
 class _ShapeEnv(ShapeEnv):
@@ -222,6 +224,8 @@ def _key(value: Any) -> Any:
 def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Any, tuple[Any, ...], Any]:
     """Return the node that calls func(*args, **kwargs), named as Dynamo names it: kind, target, args and kwargs."""
     name = func.__name__
+    if func in WRAPPED:
+        return "call_function", WRAPPED[func], tuple(args), kwargs
     if name == "__get__":
         return "call_function", getattr, (*args, func.__self__.__name__), kwargs
     if getattr(torch.Tensor, name, None) is func:
