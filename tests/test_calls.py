@@ -51,13 +51,13 @@ def test_64_threads_stream_a_piece_a_round(engine, steps):
     begin, pieces = threading.Barrier(64), []
 
     def one(i: int) -> None:
-        stream = engine.stream([3 + i, 4, 5], max_new_tokens=64, ignore_eos=True)
+        stream = engine.stream([3 + i, 4, 5], max_new_tokens=128, ignore_eos=True)
         begin.wait()
         pieces.append(sum(1 for _ in stream))
 
     join([threading.Thread(target=one, args=(i,)) for i in range(64)])
-    assert min(pieces) >= 60, pieces
-    assert steps[0] < 64 + 20, "not a step for every caller"
+    assert min(pieces) >= 120, pieces  # a thread that sleeps through a round gets two tokens at once
+    assert steps[0] < 128 + 20, "not a step for every caller"
 
 
 def test_a_short_call_beside_many_long_ones_returns_when_its_tokens_are_there(engine, steps):
