@@ -32,7 +32,7 @@ OPERATORS: dict[str, Any] = {
     **{name: getattr(operator, name) for name in ("__getitem__", "__setitem__")},
     **{"div": operator.truediv, "div_": operator.itruediv},
 }
-# Whose names do not lead to them, so that code made of a graph would not find them.
+# Generated code cannot name these: they call themselves torch._tensor.pow and pow_, which do not exist.
 WRAPPED: dict[Any, Any] = {torch.Tensor.__pow__: operator.pow, torch.Tensor.__ipow__: operator.ipow}
 
 

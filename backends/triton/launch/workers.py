@@ -147,14 +147,15 @@ def _serve(connection: Connection) -> None:
                 kernel, kernel.hash, signature, constants, attrs, target, options = connection.recv()
                 driver.set_active(_NamedTarget(target))
                 compiled = triton.compile(ASTSource(kernel, signature, constants, attrs), target, options)
-                CudaLauncher(compiled.src, compiled.metadata)  # before Triton 3.7, which fails here, a C module, cached
+                # Triton before 3.7 builds a C module for the launches, and caches it; 3.7 has none, and this fails.
+                CudaLauncher(compiled.src, compiled.metadata)
 
 
 def _main(ends: list[int]) -> None:
     """Fork a worker for each of `ends`, file descriptors, and wait for them."""
     triton_key()  # hashes Triton's compiler, once a process
     own = build._build
-    build._build = lambda *args: own(*args[:-1], [*args[-1], "-O0"])  # of launchers: it takes half of the time
+    build._build = lambda *args: own(*args[:-1], [*args[-1], "-O0"])  # launchers take a C compiler half the time
     for end in ends:
         if os.fork() == 0:
             for other in set(ends) - {end}:

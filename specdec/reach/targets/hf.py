@@ -176,7 +176,8 @@ class HFTarget:
     def layers(
         self, mode: ForwardMode, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention goes to the scope in force. Rows do not interact elsewhere, so any T can be captured."""
+        """See `core.target.Target.layers`. Attention goes to the scope in force; rows do not interact elsewhere, so any
+        T can be captured."""
         if self._last_position is not None:
             positions = positions.clamp(max=self._last_position)
         compiled = self.compiled.get(mode is ForwardMode.EXTEND)
