@@ -8,7 +8,7 @@ compiler is needed. Captures in progress are tracked per thread and Capture obje
 import itertools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -81,6 +81,9 @@ class BreakableCapture(Breakable, FullCapture):
 
     def divide(self) -> None:
         return None  # breaks are what divides it
+
+    def shared(self, key: Hashable, begin: Callable[[], Any]) -> Any:
+        return begin()
 
     def _graph_of(self, parts: list[Any], outputs: Any) -> Graph:
         return _Segmented(parts, self._call, outputs)

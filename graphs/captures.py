@@ -2,7 +2,7 @@
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -65,6 +65,11 @@ class Capture(ABC):
         """Called by a body: run `between` on the host, at every replay too, once the work before it is launched. A CUDA
         capture itself does not run it."""
         between()
+
+    def shared(self, key: Hashable, begin: Callable[[], Any]) -> Any:
+        """Called by a body before anything else: return what `begin` returns. Bodies captured one after another with
+        the same `key` have it in graphs that they share."""
+        return begin()
 
     def release_cache(self) -> None:
         """Free memory that only warm-ups needed."""
@@ -145,6 +150,7 @@ class FullCapture(Capture):
     def __init__(self, device: torch.device, pool: GraphPool | None = None):
         self.pool = pool or GraphPool(device)
         self._parts: list[torch.cuda.CUDAGraph | Callable[[], None]] = []  # of the capture in progress, a graph last
+        self._shared: tuple[Hashable, list[Any], Any] | None = None  # key, parts and results of the last `shared`
 
     def warm_up(self, body: Body) -> None:
         with self.pool.on_stream():
@@ -159,6 +165,7 @@ class FullCapture(Capture):
                 self._last.capture_end()
                 return self._graph_of(self._parts, outputs)
             except BaseException:
+                self._shared = None
                 self.pool.give_up(self._last)
                 raise
             finally:
@@ -182,6 +189,18 @@ class FullCapture(Capture):
         self._last.capture_end()
         self._parts += [between, self.pool.begin()]
 
+    def shared(self, key: Hashable, begin: Callable[[], Any]) -> Any:
+        if not self._parts:  # a warm-up
+            return begin()
+        if self._shared is not None and self._shared[0] == key:
+            self._parts[:0] = self._shared[1]
+            return self._shared[2]
+        self._shared = None  # whose results may need the memory no longer
+        results = begin()
+        self.divide()
+        self._shared = key, self._parts[:-1], results
+        return results
+
     @property
     def _last(self) -> torch.cuda.CUDAGraph:
         last = self._parts[-1]
@@ -189,6 +208,7 @@ class FullCapture(Capture):
         return last
 
     def release_cache(self) -> None:
+        self._shared = None
         self.pool.release_cache()
 
     def used_bytes(self) -> int:

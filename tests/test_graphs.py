@@ -350,6 +350,24 @@ def test_a_host_read_in_a_capture_spoils_nothing_else():
         assert counters.runners["good"].replays == 3 and counters.runners["bad"].eager == 3
 
 
+@pytest.mark.gpu
+def test_bodies_share_a_beginning():
+    """It is captured once a size; both bodies go on from its results."""
+    begun, capture = [], pick_capture(True, DEVICE)
+
+    def body(variant, x):
+        doubled = capture.shared(len(x), lambda: begun.append(len(x)) or x * 2)
+        return doubled * doubled if variant == "square" else doubled + 1
+
+    setup = Setup(capture, Counters(), DEVICE, BUCKETS, variants=("next", "square"))
+    runner = GraphRunner("shares", body, [X], setup)
+    build([runner], capture, lower="something")
+    assert begun[2 * len(BUCKETS) :] == sorted(BUCKETS, reverse=True)  # after warm-ups
+    for num in (8, 3, 1, 8):
+        assert torch.equal(runner("square", {"x": x_of(num)}), (x_of(num) * 2) ** 2)
+        assert torch.equal(runner("next", {"x": x_of(num)}), x_of(num) * 2 + 1)
+
+
 def test_captures_by_device_and_wish():
     cpu = torch.device("cpu")
     assert pick_capture(None, cpu).name == "eager" == pick_capture(False, DEVICE).name

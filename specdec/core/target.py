@@ -94,6 +94,9 @@ class Target(Protocol):
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V]."""
 
+    def drop_compiled(self) -> None:
+        """Switch back to the live layers."""
+
     def detach(self) -> None:
         """Leave the model as it was before the attach."""
 
@@ -112,6 +115,13 @@ class LiveModels(Protocol):
 
     def compile(self) -> None:
         """Compile layers where the engine's settings want it. GraphError for what must be compiled and cannot be."""
+
+    def check(self) -> bool:
+        """Compare with the live layers what `compile` has not compared yet, because its kernels are being compiled.
+
+        If something differs, compile again, compare at once, which may end in live layers, and return False. Raises
+        what `compile` does.
+        """
 
     def share(self, turns: AbstractContextManager[Any], is_baked: bool) -> None:
         """From now on let other callers of the models wait for `turns`, and watch what forwards read of them.

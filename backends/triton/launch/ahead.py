@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from specdec.backends import comm
 from specdec.backends.library import RUN
-from specdec.backends.triton.launch.workers import compile_in_worker, num_compiling
+from specdec.backends.triton.launch.workers import close_with_attach, compile_in_worker, num_compiling
 
 PACKAGE = __name__.partition(".")[0]
 _aten = torch.ops.aten
@@ -51,16 +51,24 @@ def is_rehearsing() -> bool:
 def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[Callable[[], int]]:
     """Within it, this thread's launches of the kernels of `package` launch nothing, and return None.
 
-    They are compiled, and loaded on `device`, by the time it ends. What does not compile is left to its next launch,
-    which says why. Gives a function that returns how many kernels were not in memory so far.
+    Threads compile them and load them on `device`, after it has ended, too: a launch waits for its own kernel, and says
+    why one does not compile. Gives a function that returns how many kernels were not in memory so far.
     """
-    with (
-        _Workers(device, num_compiling()) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-        _without_launches(package),
-        _Zeros(),
-    ):
-        yield lambda: pool.num_submitted
+    pool = _Workers(device, num_compiling())
+    close_with_attach(pool)
+    try:
+        with _Unawaited(pool), _without_launches(package), _Zeros():
+            yield lambda: pool.num_submitted
+    finally:
+        pool.shutdown(wait=False)
+
+
+class _Unawaited(triton.AsyncCompileMode):
+    """Ends without waiting for what it has begun."""
+
+    def __exit__(self, *error: Any) -> None:
+        self.raw_futures: list[Future[Any]] = []
+        super().__exit__(*error)
 
 
 @contextmanager

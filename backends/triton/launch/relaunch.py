@@ -30,7 +30,7 @@ class Relaunch:
         self, kernel: Any, compiled: Any, grid: Sequence[int], args: Sequence[Any], constants: Mapping[str, Any]
     ):
         self._args = [*args, *(constants[name] for name in kernel.arg_names[len(args) :])]
-        self._compiled = compiled
+        self._compiled = _loaded(compiled)
         self._grid = (*grid, 1, 1)[:3]
 
     def __call__(self, *first: Any) -> None:
@@ -69,7 +69,7 @@ class CachedLaunch:
             return
         compiled = self._kernel[tuple(grid)](*args, **constants, **self._options)
         if compiled is not None:  # the interpreter compiles nothing; a rehearsal gets it later
-            self._compiled[key] = compiled
+            self._compiled[key] = _loaded(compiled)
 
 
 @cache
@@ -78,6 +78,11 @@ def cached_launch(
 ) -> CachedLaunch:
     """Return the one `CachedLaunch` of a kernel with these options."""
     return CachedLaunch(kernel, num_warps, num_stages, maxnreg, launch_pdl)
+
+
+def _loaded(compiled: Any) -> Any:
+    """Return a kernel itself where Triton's launch has returned the future of one that was compiled ahead."""
+    return compiled.result() if hasattr(compiled, "result") else compiled
 
 
 def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequence[Any]) -> None:

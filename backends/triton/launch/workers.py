@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import ForkingPickler
@@ -47,9 +48,9 @@ def compile_workers(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _CURRENT.clear()
         if workers is not None:
             workers.close()
+        _CURRENT.clear()
     if workers is not None:
         with suppress(OSError):
             notes.put(b"", DONE)
@@ -80,10 +81,17 @@ def compile_in_worker(compiling: Callable[[], Any]) -> None:
         workers.compile(compiling)
 
 
+def close_with_attach(pool: Executor) -> None:
+    """Have the attach that runs, if one does, wait for `pool` before its workers end."""
+    for workers in filter(None, _CURRENT):
+        workers.pools.append(pool)
+
+
 class CompileWorkers:
-    """`num` worker processes. They end with `close`, or with this process."""
+    """`num` worker processes. They end with `close`, or with this process. pools: what may be waiting for them."""
 
     def __init__(self, num: int):
+        self.pools: list[Executor] = []
         pairs = [Pipe() for _ in range(num)]
         theirs = [their.fileno() for _, their in pairs]
         paths = {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": triton.knobs.cache.dir}
@@ -117,7 +125,9 @@ class CompileWorkers:
         self._idle.put(worker)
 
     def close(self) -> None:
-        """End the workers; none may be compiling."""
+        """End the workers, once all `pools` are done."""
+        for pool in self.pools:
+            pool.shutdown()
         while not self._idle.empty():
             self._idle.get().close()
         self._process.kill()  # it may still be importing torch

@@ -55,5 +55,8 @@ class StandaloneWorker(SteppingWorker):
         self.commit(at_root, 1, torch.ones_like(batch.rows))
         self.keep(batch.rows, states)
 
+    def drop_compiled(self) -> None:
+        self.model.drop_compiled()
+
     def close(self) -> None:
         self.model.detach()

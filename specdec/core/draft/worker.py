@@ -171,6 +171,10 @@ class DraftWorker(ABC):
         """Prepare the first round of requests whose prompts are done: their roots and `finish_prefill`'s states."""
         return None
 
+    def drop_compiled(self) -> None:
+        """Switch back to live layers, if a model of its own was compiled."""
+        return None
+
     def close(self) -> None:
         """Leave whatever the worker was attached to as it was."""
         return None

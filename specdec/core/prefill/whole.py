@@ -70,6 +70,7 @@ class WholeProgram:
         self._parts = parts
         self._round = program
         self._capture = capture
+        self._uncounted = replace(parts.context, on_forward=lambda mode: None)
         self._divided_at = {len(parts.context.layers) // part for part in PARTS} - {0}
 
     def run(self, variant: str, tokens: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
@@ -79,31 +80,42 @@ class WholeProgram:
         [4, n] int64: rows, the same with the dummy row for those that are not done, both counted from the dummy row;
         starts and numbers of tokens. So padding is 0 everywhere.
         """
-        worker, target, context = self._parts.worker, self._parts.target, self._parts.context
+        worker = self._parts.worker
+        kind, is_fresh = variant.removesuffix(FRESH), variant.endswith(FRESH)
+        key = tokens.shape[0], is_fresh  # all kinds of sampling have the target's forward in common
+        taken = self._capture.shared(key, partial(self._take, tokens, requests, is_fresh))
+        self._parts.context.on_forward(ForwardMode.EXTEND)
+        chunk, done_rows, logits, aux = taken
+        packed = self._round.first_tokens(kind, done_rows, logits)
+        if worker.prefills or worker.has_begin:
+            self._capture.pause(partial(self.mail, packed))  # the host can read them while the draft takes the prompt
+        is_done = done_rows != self._parts.config.dummy_row
+        chunk = replace(chunk, next_ids=_with_first(chunk, is_done, first_tokens(packed)))
+        states = aux
+        if worker.prefills:
+            states = self._draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
+        states = worker.finish_prefill(chunk, states, self._draft)
+        if worker.has_begin:
+            self._round.begin(done_rows, states)
+        return packed
+
+    def _take(
+        self, tokens: torch.Tensor, requests: torch.Tensor, is_fresh: bool
+    ) -> tuple[PrefillChunk, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Run the target: the chunk, the rows of requests that are done [n], logits after each prompt [n, V], aux."""
+        target, context = self._parts.target, self._parts.context
         rows, done_rows = requests[:2] + self._parts.config.dummy_row
         starts, q_lens = requests[2:]
-        kind, is_fresh = variant.removesuffix(FRESH), variant.endswith(FRESH)
         ids, next_ids = tokens.t().contiguous()
         table, most_cached = self._parts.tables.table, 0 if is_fresh else self._parts.tables.table.shape[1]
         metadata = context.backend.metadata.packed(table, rows, starts, q_lens, ids.shape[0], most_cached)
         last_rows = (metadata.qo_indptr[1:].long() - 1).clamp(min=0)
         chunk = PrefillChunk(metadata, rows, ids, next_ids, last_rows)
-        if worker.reads_history:
+        if self._parts.worker.reads_history:
             self._round.take_prompts(chunk)
-        with forward_context(context, metadata, self._before_layer):
-            hidden, aux = target.layers(ForwardMode.EXTEND, chunk.ids, metadata.positions)
-        packed = self._round.first_tokens(kind, done_rows, target.head(hidden.index_select(0, last_rows)))
-        if worker.prefills or worker.has_begin:
-            self._capture.pause(partial(self.mail, packed))  # the host can read them while the draft takes the prompt
-        is_done = done_rows != self._parts.config.dummy_row
-        chunk = PrefillChunk(metadata, rows, chunk.ids, _with_first(chunk, is_done, first_tokens(packed)), last_rows)
-        states = aux
-        if worker.prefills:
-            states = self._draft(metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
-        states = worker.finish_prefill(chunk, states, self._draft)
-        if worker.has_begin:
-            self._round.begin(done_rows, states)
-        return packed
+        with forward_context(self._uncounted, metadata, self._before_layer):
+            hidden, aux = target.layers(ForwardMode.EXTEND, ids, metadata.positions)
+        return chunk, done_rows, target.head(hidden.index_select(0, last_rows)), aux
 
     def mail(self, lines: torch.Tensor) -> None:
         """Post results, if that has not been done."""

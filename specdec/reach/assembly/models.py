@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from specdec.core.config import EngineConfig
 from specdec.core.draft.worker import DraftWorker
+from specdec.core.errors import GraphError
+from specdec.reach.targets.compiling.checked import Comparison
 from specdec.reach.targets.compiling.draft import compile_draft
 from specdec.reach.targets.compiling.target import compile_layers, why_uncompiled
 from specdec.reach.targets.exclusive import make_exclusive
@@ -20,20 +22,38 @@ from specdec.reach.targets.weights import Weights
 class HFModels:
     """The target's model and the draft's, if it has one; see `specdec.core.target.LiveModels`."""
 
-    how_draft_compiled = ""
-
     def __init__(self, target: HFTarget, worker: DraftWorker, config: EngineConfig):
         self._target, self._worker, self._config = target, worker, config
         self.prefill_mode = resolve_prefill_mode(config, target.device)
-        self.how_compiled, self.compile_seconds = "", 0.0
+        self.how_compiled, self.how_draft_compiled, self.compile_seconds = "", "", 0.0
+        self._later: list[Comparison] = []
 
     def compile(self) -> None:
         """Compile what `config` wants; a model that does not trace runs as it is, its prefills "breakable"."""
+        self._compile(self._later)
+
+    def _compile(self, later: list[Comparison] | None) -> None:
+        """later: see `trace_checked`."""
         start, target = time.perf_counter(), self._target
-        self.prefill_mode, self.how_compiled = compile_layers(target, self._config, self.prefill_mode)
+        self.prefill_mode, self.how_compiled = compile_layers(target, self._config, self.prefill_mode, later)
+        self.how_draft_compiled = ""
         if target.compiled:
-            self.how_draft_compiled = compile_draft(self._worker, self._config, self.prefill_mode)
+            self.how_draft_compiled = compile_draft(self._worker, self._config, self.prefill_mode, later)
             self.compile_seconds = time.perf_counter() - start
+
+    def check(self) -> bool:
+        start, later, self._later = time.perf_counter(), self._later, []
+        try:
+            for comparison in later:
+                comparison.check()
+        except GraphError:
+            self._target.drop_compiled()
+            self._worker.drop_compiled()
+            self._compile(None)
+            return False
+        if later:
+            self.compile_seconds += time.perf_counter() - start
+        return True
 
     def share(self, turns: AbstractContextManager[Any], is_baked: bool) -> None:
         models = [m for m in (self._target.model, self._worker.module) if m is not None]

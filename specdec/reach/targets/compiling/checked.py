@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from specdec.backends.linear import has_kernels
 from specdec.backends.registry import compiling_kernels
 from specdec.core.config import EngineConfig
 from specdec.core.errors import GraphError
-from specdec.graphs.building import progress_bar
+from specdec.graphs.building import progress_bar, rehearse
 from specdec.graphs.compile.kept import folder, keeping, num_found, renewing
 from specdec.graphs.once import equal_parts_once
 from specdec.reach.targets.compiling.adapters import join_adapters, take_in_adapters
@@ -78,11 +78,35 @@ class Expected:
         return self.measure()
 
 
-def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) -> "Traced":
-    """Trace and compile `subject`; what Inductor compiles is kept for the next process.
+@dataclass(frozen=True)
+class Comparison:
+    """Compares `traced` with what the live layers gave, see `expect`."""
+
+    traced: "Traced"
+    expected: Sequence[Expected]
+    subject: Subject
+
+    def rehearse(self) -> None:
+        """Run what `check` runs, but equal parts of it once."""
+        with equal_parts_once(), echoing():
+            for each in self.expected:
+                self.traced(*each.batches[0])
+
+    def check(self) -> None:
+        """Raise GraphError for what fails, or differs by more than rounding; ranks pass or fail together."""
+        with self.subject.ready(), _together(self.subject), torch.inference_mode():
+            for each in self.expected:
+                _compare(self.traced, each, self.subject)
+
+
+def trace_checked(
+    subject: Subject, config: EngineConfig, device: torch.device, later: list[Comparison] | None = None
+) -> "Traced":
+    """Trace and compile `subject`, and compare the results; what Inductor compiles is kept for the next process.
 
     What fails with pieces that were kept is compiled anew: they may be damaged. GraphError for what does not trace, or
-    computes something else.
+    computes something else. later: where Inductor compiled nothing, the comparison is appended here and not made: its
+    kernels are being compiled. Ranks compare at once.
     """
     from specdec.graphs.compile.layers import Layers  # imports private parts of torch, as trace does
 
@@ -95,16 +119,16 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
         if subject.any_rank is not bool:  # ranks run forwards together
             expected[0].bounds  # noqa: B018 (it is kept)
     if config.compiler == "eager":
-        return _trace(subject, layers, config, expected)
+        return _trace(subject, layers, config, expected, later)
     where, before = folder(device), num_found()
     try:
         with keeping(where):
-            return _trace(subject, layers, config, expected)
+            return _trace(subject, layers, config, expected, later)
     except GraphError:
         if not subject.any_rank(num_found() != before):
             raise
     with renewing(where) as fresh, keeping(fresh):
-        return _trace(subject, layers, config, expected)
+        return _trace(subject, layers, config, expected, later)
 
 
 def _batches(inputs: Batch, size: int) -> list[Batch]:
@@ -147,8 +171,14 @@ def _outputs(layers: Layers, batches: Sequence[Batch], is_disturbed: bool = Fals
         return [torch.cat(parts) for parts in outputs if parts[0] is not None]
 
 
-def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequence[Expected]) -> "Traced":
-    """Trace and compile, and compare with what the live layers gave; ranks pass or fail together."""
+def _trace(
+    subject: Subject,
+    layers: Any,
+    config: EngineConfig,
+    expected: Sequence[Expected],
+    later: list[Comparison] | None,
+) -> "Traced":
+    """Trace and compile, and compare, or add the comparison to `later`; ranks pass or fail together."""
     from specdec.graphs.compile.trace import trace
 
     # The pieces of equal layers are compiled once, so most steps of the bar are short.
@@ -170,10 +200,14 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
                 progress=lambda: bar.update() and None,
             )
             undo.callback(traced.release)
-        with _together(subject), torch.inference_mode():
-            _compile_kernels(traced, expected)
-            for each in expected:
-                _compare(traced, each, subject)
+        comparison = Comparison(traced, expected, subject)
+        with torch.inference_mode():
+            rehearse((), compiling_kernels((), expected[0].outputs[0].device), comparison.rehearse)
+        is_ours = config.compiler == "eager" or not traced.num_compiled
+        if later is None or not is_ours or subject.any_rank is not bool:
+            comparison.check()
+        else:
+            later.append(comparison)
         undo.pop_all()
         return traced
 
@@ -201,15 +235,6 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
         hand_over_sums(graph)
         take_over_tables(graph)
     graph.recompile()
-
-
-def _compile_kernels(traced: "Traced", expected: Sequence[Expected]) -> None:
-    """Compile the kernels that the comparison meets, on threads; what fails there, it meets again."""
-    within = compiling_kernels((), expected[0].outputs[0].device)
-    if within is not None:
-        with within, equal_parts_once(), echoing(), suppress(Exception):
-            for each in expected:
-                traced(*each.batches[0])
 
 
 def _compare(traced: "Traced", expected: Expected, subject: Subject) -> None:

@@ -13,7 +13,7 @@ from specdec.core.draft.block import BlockWorker
 from specdec.core.draft.eagle import HeadWorker
 from specdec.core.draft.standalone import StandaloneWorker
 from specdec.core.draft.worker import DraftWorker
-from specdec.reach.targets.compiling.checked import NUM_TOKENS, Batch, Layers, Subject, trace_checked
+from specdec.reach.targets.compiling.checked import NUM_TOKENS, Batch, Comparison, Layers, Subject, trace_checked
 from specdec.reach.targets.compiling.target import compile_layers, compiled_or_why, random_tokens, why_uncompiled
 from specdec.reach.targets.hf import HFTarget
 
@@ -31,10 +31,11 @@ class _Part(NamedTuple):
     num_outputs: int = 1
 
 
-def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) -> str:
+def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str, later: list[Comparison] | None) -> str:
     """Compile the draft's layers where rounds are compiled; return how they came to run as they do, in words.
 
     A head that does not trace runs as it is, as a target does; see `compiled_or_why`. prefill_mode: the target's.
+    later: see `trace_checked`.
     """
     if not isinstance(worker, StandaloneWorker | AssistantWorker | HeadWorker | BlockWorker):
         return ""
@@ -43,15 +44,18 @@ def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) 
         return f"not compiled: {why}"
     if isinstance(worker, StandaloneWorker):
         assert isinstance(worker.model, HFTarget)
-        return compile_layers(worker.model, config, prefill_mode)[1]
-    return compiled_or_why(partial(_compile, worker, config), config, ("the draft's layers", "the draft"))
+        return compile_layers(worker.model, config, prefill_mode, later)[1]
+    return compiled_or_why(partial(_compile, worker, config, later), config, ("the draft's layers", "the draft"))
 
 
-def _compile(worker: HeadWorker | BlockWorker | AssistantWorker, config: EngineConfig) -> "list[Traced]":
+def _compile(
+    worker: HeadWorker | BlockWorker | AssistantWorker, config: EngineConfig, later: list[Comparison] | None
+) -> "list[Traced]":
     """Trace all parts of a draft; it runs as it is if one of them fails."""
     model: Any = worker.assistant if isinstance(worker, AssistantWorker) else worker.head
     most = max(config.prefill_tokens, config.max_batch * config.tail_reserve)
     done: list[Traced] = []
+    waiting: list[Comparison] = []
     assert worker.module is not None
     with ExitStack() as undo:
         undo.callback(worker.drop_compiled)
@@ -65,10 +69,12 @@ def _compile(worker: HeadWorker | BlockWorker | AssistantWorker, config: EngineC
                 num_layers=part.num_layers,
                 largest=config.max_batch * config.topk if isinstance(worker, AssistantWorker) else most,
             )
-            traced = trace_checked(subject, config, worker.hot_ids.device)
+            traced = trace_checked(subject, config, worker.hot_ids.device, None if later is None else waiting)
             worker.compiled[part.name] = traced
             done.append(traced)
         undo.pop_all()
+    if later is not None:
+        later += waiting
     return done
 
 

@@ -18,7 +18,16 @@ from specdec.core.config import EngineConfig
 from specdec.core.errors import GraphError
 from specdec.graphs.compile.alike import alike
 from specdec.reach.targets.admission.probe import ModelSpec
-from specdec.reach.targets.compiling.checked import ATTENTION, CONV, NUM_TOKENS, SCAN, Batch, Subject, trace_checked
+from specdec.reach.targets.compiling.checked import (
+    ATTENTION,
+    CONV,
+    NUM_TOKENS,
+    SCAN,
+    Batch,
+    Comparison,
+    Subject,
+    trace_checked,
+)
 from specdec.reach.targets.hf import HFTarget
 
 if TYPE_CHECKING:
@@ -67,9 +76,11 @@ def _preload(device: torch.device) -> None:
         import specdec.graphs.compile.trace  # noqa: F401
 
 
-def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) -> tuple[str, str]:
+def compile_layers(
+    target: HFTarget, config: EngineConfig, prefill_mode: str, later: list[Comparison] | None
+) -> tuple[str, str]:
     """Compile the layers of `target` where `config` and `prefill_mode` want it; return the prefill mode to use, and how
-    the layers run, in words.
+    the layers run, in words. later: see `trace_checked`.
 
     Layers that do not trace as one graph run as the live model's own, and a "piecewise" that "auto" chose becomes
     "breakable"; one that was asked for raises GraphError. See `compiled_or_why`.
@@ -82,7 +93,7 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
         with PRELOADING:
             pass  # two threads that import each other's modules would not get them whole
         with nullcontext() if target.lora is None else target.lora.traced():
-            traced = trace_checked(_subject(target, config), config, target.device)
+            traced = trace_checked(_subject(target, config), config, target.device, later)
         for for_prefills in [True] * is_piecewise + [False] * (not why):  # one trace serves both
             target.compiled[for_prefills] = traced
         return [traced]
