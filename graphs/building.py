@@ -60,7 +60,7 @@ def progress_bar(total: int, desc: str, unit: str) -> Any:
 def rehearse(
     runners: Sequence[GraphRunner],
     within: AbstractContextManager[Callable[[], int]] | None,
-    prepare: Callable[[], None] = lambda: None,
+    prepare: Callable[[], object] = lambda: None,
 ) -> None:
     """Run the warm-ups of `runners` within a context that compiles kernels without launching them.
 

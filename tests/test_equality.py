@@ -154,6 +154,22 @@ def test_logits_that_the_model_bans_have_no_scale():
         HFTarget(model)
 
 
+@pytest.mark.parametrize("wrong", ["target", "draft"])
+def test_heads_whose_kernels_give_other_logits_are_refused(wrong, monkeypatch):
+    """Admission runs the model's own; a planted fault stands for a wrong kernel."""
+    model, draft = tiny_model("llama"), tiny_model("llama")
+    spoilt, own = model if wrong == "target" else draft, HFTarget.head
+
+    def head(self, hidden):
+        logits = own(self, hidden)
+        return logits.roll(1, -1) if self.route.multiplies and self.model is spoilt else logits
+
+    monkeypatch.setattr(HFTarget, "head", head)
+    with pytest.raises(specdec.AttachError, match="our matmul for its output head differs from its own by 1"):
+        specdec.attach(model, draft, algo="standalone", max_batch=1, max_seq_len=64)
+    assert not hasattr(model, "_specdec_attached") and not hasattr(draft, "_specdec_attached")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.filterwarnings("ignore:.*holds NaN or infinity")
 def test_a_token_whose_embedding_is_damaged_is_no_reason(dtype):

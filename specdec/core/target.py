@@ -117,10 +117,10 @@ class LiveModels(Protocol):
         """Compile layers where the engine's settings want it. GraphError for what must be compiled and cannot be."""
 
     def check(self) -> bool:
-        """Compare with the live layers what `compile` has not compared yet, because its kernels are being compiled.
+        """Compare with the live layers and head what has not been compared yet, as its kernels were being compiled.
 
-        If something differs, compile again, compare at once, which may end in live layers, and return False. Raises
-        what `compile` does.
+        If layers differ, compile again, compare at once, which may end in live layers, and return False. Raises what
+        `compile` does, and AttachError for a head that differs.
         """
 
     def share(self, turns: AbstractContextManager[Any], is_baked: bool) -> None:

@@ -64,6 +64,7 @@ class PrefillGraphs:
             buckets=buckets,
             strict=config.strict and mode != "off",
             unit="tokens",
+            rehearsed=() if whole else None,  # whole graphs of the same sizes have the same kernels
             shared={} if breakable is None else shared,
         )
         self.target_runner = _runner("target_prefill", self.programs.target, None, setup)

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.core.config import EngineConfig
+from specdec.core.draft.standalone import StandaloneWorker
 from specdec.core.draft.worker import DraftWorker
 from specdec.core.errors import GraphError
 from specdec.reach.targets.compiling.checked import Comparison
@@ -43,6 +44,10 @@ class HFModels:
 
     def check(self) -> bool:
         start, later, self._later = time.perf_counter(), self._later, []
+        draft = self._worker.model if isinstance(self._worker, StandaloneWorker) else None
+        for model in (self._target, draft):
+            if isinstance(model, HFTarget):
+                model.check_head()
         try:
             for comparison in later:
                 comparison.check()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec.backends import ForwardContext, forward_context
 from specdec.backends.comm import Communicator
+from specdec.backends.differences import bound, distance
 from specdec.backends.op import adapter_scope
 from specdec.backends.recurrent.state_pool import RecurrentOps, StatePool
 from specdec.core.batch import AttentionMetadata, ForwardMode
@@ -29,7 +30,7 @@ from specdec.reach.parallel.sharded import Sharded, find_group, plain
 from specdec.reach.parallel.trials import any_rank
 from specdec.reach.targets.adapters.experts import check_fp8_experts
 from specdec.reach.targets.adapters.ropes import warn_of_low_precision
-from specdec.reach.targets.admission.equality import check_equality
+from specdec.reach.targets.admission.equality import check_equality, scored
 from specdec.reach.targets.admission.probe import ModelSpec, probe
 from specdec.reach.targets.admission.recording import Positions
 from specdec.reach.targets.compiling.echo import echoing
@@ -112,6 +113,21 @@ class HFTarget:
         together = partial(any_rank, group=self.group, device=self.device) if self.group else bool
         check_fp8_experts(model)
         check_equality(model, self.spec, run, self.dtype, self.device, together)
+        self.route.multiplies = True
+
+    @torch.inference_mode()
+    def check_head(self) -> None:
+        """Raise AttachError if our kernels for the output head, which admission does without, give other logits."""
+        random = torch.Generator().manual_seed(0)
+        states = torch.randn(8, self.spec.hidden_size, generator=random, device="cpu").to(self.device, self.dtype)
+        ours = self.head(states)
+        self.route.multiplies = False
+        theirs = self.head(states)
+        self.route.multiplies = True
+        error, allowed = distance(*scored(ours, theirs)), bound(self.dtype)
+        if self.any_rank(not error <= allowed):
+            reason = f"our matmul for its output head differs from its own by {error:.1e} (allowed: {allowed:.1e})"
+            raise AttachError(type(self.model).__name__, [reason])
 
     @property
     def group(self) -> str:

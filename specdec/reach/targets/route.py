@@ -42,10 +42,14 @@ def _refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
 
 
 class Route:
-    """The way through `model`, of which `spec` is known; its attention modules are numbered from then on."""
+    """The way through `model`, of which `spec` is known; its attention modules are numbered from then on.
+
+    multiplies: the output head runs on our kernels; admission does without, for it would wait for them.
+    """
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec):
         self.spec = spec
+        self.multiplies = False
         self._model = model
         self._modules = list(model.modules())
         self._turns = number_layers(spec.modules)
@@ -83,7 +87,7 @@ class Route:
         with (
             self.spec.adapter(Attention).routed(),
             answering(self.spec.stack, answer, partial(_refuse_autocast, hidden.device, hidden.dtype)),
-            multiplying(self._model.get_output_embeddings() if hidden.is_cuda else None),
+            multiplying(self._model.get_output_embeddings() if hidden.is_cuda and self.multiplies else None),
             evaluating(self._model, self._modules),
         ):
             yield

@@ -131,13 +131,13 @@ def differences(
     ours = _forwards(spec, run, ids, dtype, None)
     unit = _rounding_unit(dtype, device)
     if unit < TOLERANCE[torch.float32] / 100:  # far below it: a single logit that differs is seen
-        pairs = ((t.view(1, -1) for t in _scored(a, b)) for a, b in zip(ours, theirs, strict=True))
+        pairs = ((t.view(1, -1) for t in scored(a, b)) for a, b in zip(ours, theirs, strict=True))
         measured = [(float(largest_difference(*pair)), TOLERANCE[torch.float32]) for pair in pairs]
     else:
-        errors, limits = [distance(*_scored(a, b)) for a, b in zip(ours, theirs, strict=True)], [bound(dtype)] * 3
+        errors, limits = [distance(*scored(a, b)) for a, b in zip(ours, theirs, strict=True)], [bound(dtype)] * 3
         if any_rank(not all(map(le, errors, limits))):  # NaN, too
             moved = _forwards(spec, run, ids, dtype, unit)
-            limits = [bound(dtype, distance(*_scored(c, a))) for a, c in zip(ours, moved, strict=True)]
+            limits = [bound(dtype, distance(*scored(c, a))) for a, c in zip(ours, moved, strict=True)]
         measured = list(zip(errors, limits, strict=True))
     return [Difference(where, *m) for where, m in zip(PLACES, measured, strict=True)]
 
@@ -197,7 +197,7 @@ def _rounding_unit(dtype: torch.dtype, device: torch.device) -> float:
     return 2.0**-11 if is_tf32 and dtype is torch.float32 and device.type == "cuda" else torch.finfo(dtype).eps / 2
 
 
-def _scored(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both as float64, without the tokens that the model itself never emits, whose logits have no scale, and
     without the rows that it makes NaN itself, as of a damaged embedding; where nothing is left, they are equal."""
     is_banned, is_sound = theirs <= torch.finfo(theirs.dtype).min, ~theirs.isnan().any(-1)
