@@ -66,6 +66,11 @@ def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[Ca
 class _Unawaited(triton.AsyncCompileMode):
     """Ends without waiting for what it has begun."""
 
+    def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        kernel = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(kernel)  # else launches would not find it before it is compiled, in Triton before 3.7
+        return kernel
+
     def __exit__(self, *error: Any) -> None:
         self.raw_futures: list[Future[Any]] = []
         super().__exit__(*error)
