@@ -613,6 +613,11 @@ def test_what_comes_before_a_law_that_leaves_no_token_is_kept(model, shape, law)
     engine.detach()
 
 
+def tags(*parts, triggers=("<",)):
+    structures = [{"begin": begin, "schema": schema, "end": "!"} for begin, schema in parts]
+    return {"structural_tag": {"structures": structures, "triggers": [*triggers]}}
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
@@ -632,6 +637,8 @@ def test_what_comes_before_a_law_that_leaves_no_token_is_kept(model, shape, law)
         ({}, "with nothing set: expected exactly one of json, "),
         ({"regexp": "a"}, "expected a Grammar, or a dict with some of json"),
         ({"structural_tag": {"triggers": ["<"]}}, "expected an object with 'structures' and 'triggers'"),
+        ({"json": False}, "json: Unsatisfiable schema: schema is false"),
+        (tags(("<a>", False)), "structural_tag: .*Unsatisfiable schema: schema is false"),
     ],
 )
 def test_mistakes_are_named(compiler, grammar, message):
@@ -649,6 +656,16 @@ def test_special_tokens_can_be_named_and_their_names_spelled(compiler):
         assert matcher.fill(mask) and is_allowed(mask, forced[0]) and matcher.accept(forced[0])
         spelled.append(WORDS.tokens[forced[0]])
     assert b"".join(spelled) == b"a<eos>b" and matcher.fill(mask) and is_allowed(mask, EOS)
+
+
+def next_after(compiler, grammar, text):
+    """The tokens that may follow `text`."""
+    *_, mask = masks_after(compiler.compile(Grammar.of(grammar)), TOKENIZER.encode(text))
+    return [TOKENIZER.decode([token]) for token in range(VOCAB) if is_allowed(mask.numpy(), token)]
+
+
+def test_any_schema_may_stand_between_tags(compiler):
+    assert next_after(compiler, tags(("<a>", True)), "b <a>") == next_after(compiler, {"json": True}, "")
 
 
 def test_as_many_choices_as_there_may_be(compiler):

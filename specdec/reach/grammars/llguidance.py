@@ -173,8 +173,7 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind == "json_object":
         value = {"type": "object"}
     if grammar.kind in ("json", "json_object"):
-        schema = value if isinstance(value, Mapping) else ({} if value else {"not": {}})
-        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(_schema(value)), overrides=overrides)
     if grammar.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(value)
     if grammar.kind == "choice":
@@ -187,7 +186,12 @@ def source_of(grammar: Grammar) -> str:
     return llguidance.LLMatcher.grammar_from_lark(value)
 
 
+def _schema(value: Any) -> Mapping[str, Any]:
+    """Return a schema as an object, which options can be given to."""
+    return value if isinstance(value, Mapping) else ({} if value else {"allOf": [False]})
+
+
 def _tag(part: Mapping[str, Any], triggers: list[str], options: Mapping[str, Any]) -> llguidance.StructTag:
     trigger = next(t for t in triggers if part["begin"].startswith(t))
-    schema = {**part["schema"], "x-guidance": options} if isinstance(part["schema"], Mapping) else part["schema"]
+    schema = {**_schema(part["schema"]), "x-guidance": options}
     return llguidance.StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"])
