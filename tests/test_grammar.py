@@ -668,6 +668,12 @@ def test_any_schema_may_stand_between_tags(compiler):
     assert next_after(compiler, tags(("<a>", True)), "b <a>") == next_after(compiler, {"json": True}, "")
 
 
+def test_of_triggers_that_begin_alike_all_tags_can_be_reached(compiler):
+    grammar = tags(("abc", {"enum": [1]}), ("a{", {"enum": [2]}), triggers=("ab", "a"))
+    found = [next_after(compiler, grammar, text) for text in ("b a", "abc", "a{")]
+    assert found == [["b", "{"], ["1"], ["2"]]
+
+
 def test_as_many_choices_as_there_may_be(compiler):
     matcher, mask = (
         compiler.compile(Grammar(choice=[f"{i:04d}" for i in range(4096)])).matcher(),

@@ -192,6 +192,6 @@ def _schema(value: Any) -> Mapping[str, Any]:
 
 
 def _tag(part: Mapping[str, Any], triggers: list[str], options: Mapping[str, Any]) -> llguidance.StructTag:
-    trigger = next(t for t in triggers if part["begin"].startswith(t))
+    trigger = min((t for t in triggers if part["begin"].startswith(t)), key=len)  # a longer one would never be reached
     schema = {**_schema(part["schema"]), "x-guidance": options}
     return llguidance.StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"])
