@@ -674,6 +674,22 @@ def test_of_triggers_that_begin_alike_all_tags_can_be_reached(compiler):
     assert found == [["b", "{"], ["1"], ["2"]]
 
 
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (r'"\u0041b"', "A"),
+        (r'"\U00000061" "b"', "a"),
+        (r'"\u0022"', '"'),
+        (r"[\u0041-\u0043]", "ABC"),
+        (r"[^\u0000-\u007c]", "}~"),
+        (r"[\u005b-\u005d]", "[\\]"),
+        (r'"\\u0041"', "\\"),
+    ],
+)
+def test_gbnf_names_characters_by_their_codes(compiler, rule, text):
+    assert next_after(compiler, {"ebnf": f"root ::= {rule}"}, "") == [*text]
+
+
 def test_as_many_choices_as_there_may_be(compiler):
     matcher, mask = (
         compiler.compile(Grammar(choice=[f"{i:04d}" for i in range(4096)])).matcher(),

@@ -1,6 +1,7 @@
 """Matchers of llguidance (extra "grammar"): Earley parsing over lazily built lexers, so that compiling takes a ms."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ LIMITS = {
 # Tokens that a mask takes in one go where all of them may come. With the library's own lengths, 10 and 30: masks
 # of strings with a maxLength take a third longer.
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(r'[^"\\\x00-\x1F\x7F]' + length for length in LENGTHS)]
+
+CODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")  # an escape of GBNF
 
 
 class LLGuidance:
@@ -179,11 +182,20 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind == "choice":
         value = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))  # one item of the parser, not as many
     if grammar.kind == "ebnf":
-        value = any_to_lark(value)
+        value = any_to_lark(CODE.sub(_character, value))
     if grammar.kind == "structural_tag":
         tags = [_tag(part, value["triggers"], overrides) for part in value["structures"]]
         return llguidance.StructTag.to_grammar(tags, assume_special=False)
     return llguidance.LLMatcher.grammar_from_lark(value)
+
+
+def _character(escape: re.Match[str]) -> str:
+    """Return what stands for an escape in Lark: the library (1.9.1) drops the zeros of \\u00e9."""
+    digits = escape[1] or escape[2]
+    code = int(digits, 16) if digits else -1
+    if not 0 <= code < 0x110000 or 0xD800 <= code < 0xE000:
+        return escape[0]
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
 def _schema(value: Any) -> Mapping[str, Any]:
