@@ -237,6 +237,17 @@ def test_calls_are_read_as_models_write_them(name, text, parts, size):
     assert parts_of(text, size, formats.TOOL_FORMATS[name], formats.THINKING.get(name)) == parts
 
 
+@pytest.mark.parametrize("name", ["hermes", "harmony"])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_an_answer_that_is_cut_behind_arguments_has_no_content(name, size):
+    form, thinking = formats.TOOL_FORMATS[name], formats.THINKING.get(name)
+    text = ANSWERS[name].partition('\n<tool_call>\n{"name": "g"')[0].removeprefix("Sure.\n")
+    start = text.rindex("}")
+    whole = parts_of(text, size, form, thinking)
+    for cut in range(start + 1, len(text)):
+        assert parts_of(text[:cut], size, form, thinking) == whole, text[:cut]
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 def test_thoughts_are_apart_and_other_text_is_content(size):
     llama, think = formats.TOOL_FORMATS["llama3"], formats.THINKING["think"]

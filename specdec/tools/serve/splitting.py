@@ -137,7 +137,10 @@ class Splitter:
 
     def _skip_tail(self, is_last: bool) -> Iterator[Part]:
         assert self._tail is not None
-        if is_last or not self._tail.fullmatch(self._rest, partial=True):
+        may_go_on = self._tail.fullmatch(self._rest, partial=True)
+        if may_go_on and is_last:  # the answer was cut within it, or ends with it
+            self._rest = ""
+        elif not may_go_on:
             match = self._tail.match(self._rest)
             self._rest = self._rest[match.end() :] if match else self._rest
             self._mode = _Mode.NEXT if self._next else _Mode.TEXT
