@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from specdec.core.grammar.grammar import Grammar
 from specdec.core.ranges import shown
 from specdec.core.text.inputs import check_text
 from specdec.tools.serve.formats import Thinking, ToolFormat
-from specdec.tools.serve.messages import check_object
+from specdec.tools.serve.messages import check_object, refuse_unless
 
 MOST_TOOLS = 128
 _ALIASES = MappingProxyType({"grammar": "ebnf"})
@@ -19,16 +19,18 @@ _ALIASES = MappingProxyType({"grammar": "ebnf"})
 
 def response_format(name: str, value: Any) -> Grammar | None:
     """Return the grammar of OpenAI's `response_format`; None for plain text."""
-    kind = value.get("type") if isinstance(value, Mapping) else value
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Grammar(json_object=True)
-    if kind != "json_schema":
+    fields = value if isinstance(value, Mapping) else {"type": value}
+    kind = fields.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(f"{name}.type={shown(kind)}: expected text, json_object or json_schema")
-    given = value.get("json_schema")
-    if not isinstance(given, Mapping) or "schema" not in given:
+    if kind != "json_schema":
+        _check_known(name, fields, ("type",))
+        return Grammar(json_object=True) if kind == "json_object" else None
+    given = fields.get("json_schema")
+    if not isinstance(given, Mapping) or given.get("schema") is None:
         raise ValueError(f"{name}.json_schema={shown(given)}: expected an object with 'name' and 'schema'")
+    _check_known(name, fields, ("type", "json_schema"))
+    _check_known(f"{name}.json_schema", given, ("name", "description", "schema", "strict"))
     return _made(f"{name}.json_schema", {"json": given["schema"]})
 
 
@@ -60,6 +62,8 @@ def _tool(at: str, tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
         raise ValueError(f"{at}={shown(tool)}: expected an object of type 'function' with a function")
     function = tool["function"]
+    _check_known(at, tool, ("type", "function"))
+    _check_known(f"{at}.function", function, ("name", "description", "parameters", "strict"))
     name = check_text(f"{at}.function.name", function.get("name"))
     if not re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII):
         raise ValueError(
@@ -70,6 +74,12 @@ def _tool(at: str, tool: Any) -> dict[str, Any]:
         raise ValueError(f"{at}.function.parameters={shown(parameters)}: expected a JSON schema")
     described = {key: item for key, item in function.items() if key in ("name", "description")}
     return {"type": "function", "function": {**described, "parameters": parameters}}
+
+
+def _check_known(at: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise ValueError for a field that would do nothing."""
+    for key in (key for key in given if key not in known):
+        refuse_unless(f"{at}.{shown(key)[1:-1]}", given[key], (None,))
 
 
 def _made(at: str, fields: Mapping[str, Any]) -> Grammar:
