@@ -157,6 +157,10 @@ def test_grammars_that_take_long_hold_up_no_request_without_one(served, monkeypa
         assert all(other.result().choices for other in others)
 
 
+def tool_with(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 BAD = [
     ({"response_format": {"type": "xml"}}, "response_format", "expected text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "expected an object with 'name' and 'schema'"),
@@ -169,6 +173,10 @@ BAD = [
      "response_format.json_schema.foo=1: this server does not support it"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parametres": {}}}]}, "tools",
      "tools[0].function.parametres={}: this server does not support it"),
+    ({"tools": [*TOOLS, tool_with({"type": "objct"})], "tool_choice": "required"}, "tools",
+     "tools[2].function.parameters.type: 'objct' is not valid"),
+    ({"tools": [tool_with({"uniqueItems": True})], "tool_choice": "required", "response_format": schema_format()},
+     "tools", 'tools[0].function.parameters: Unimplemented keys: ["uniqueItems"]'),
     ({"structured_outputs": {"regex": "(["}}, "structured_outputs", "unclosed character class"),
     ({"structured_outputs": {"foo": 1}}, "structured_outputs", "expected a Grammar"),
     ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),

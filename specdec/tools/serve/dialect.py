@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from specdec.core.grammar.grammar import Grammar
 from specdec.tools.serve.client import EngineClient, Text
 from specdec.tools.serve.formats import THINKING, TOOL_FORMATS, thinking_of, tool_format_of
 from specdec.tools.serve.schema import Body
@@ -45,8 +46,17 @@ class Dialect:
             if structure.may_be_free:
                 warnings.warn(f"calls of tools are not constrained: {error}", stacklevel=2)
                 return free
+            self._check_tools(structure)
             raise ValueError(f"{name}: {error}") from None
         return {"grammar": compiled, **free}
+
+    def _check_tools(self, structure: Structure) -> None:
+        """Raise ValueError that names the first tool whose schema alone cannot be compiled."""
+        for at, schema in structure.schemas:
+            try:
+                self.engine.compile_grammar(Grammar(json=schema))
+            except ValueError as error:
+                raise ValueError(f"{at}{str(error).removeprefix('json')}") from None
 
     def splitters(self, body: Body, texts: Sequence[Text]) -> list[Splitter]:
         """Return what splits each of the answers `texts`; nothing where all of it is content."""

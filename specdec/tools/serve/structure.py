@@ -116,6 +116,13 @@ class Structure:
         may_choose = self.answer is None and self.may_call and not self.must_call
         return may_choose and self.tool_format is not None and bool(self.tool_format.trigger)
 
+    @property
+    def schemas(self) -> list[tuple[str, Any]]:
+        """Where the schemas of tools that may be called are in the body, and these."""
+        numbered = enumerate(t["function"] for t in self.tools) if self.may_call else ()
+        chosen = [(i, f) for i, f in numbered if self.choice in ("auto", "required", f"={f['name']}")]
+        return [(f"tools[{i}].function.parameters", function["parameters"]) for i, function in chosen]
+
     def grammar(self, is_thinking: bool, special: Mapping[str, int]) -> Grammar | None:
         """Return the grammar of the whole text; None if it is free.
 
