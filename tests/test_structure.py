@@ -117,6 +117,17 @@ def test_calls_of_tools_are_parsed_and_streamed(served):
     assert ask(served, messages=history, tools=TOOLS, max_tokens=3).choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("choice", ["auto", {"type": "function", "function": {"name": "weather"}}])
+def test_a_special_token_that_ends_texts_may_end_those_that_may_call(served, choice):
+    """Token 1 or <bos>, which is no content; an answer without calls, and one with them."""
+    body = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 150}
+    body |= {"stop_token_ids": [1], "logit_bias": {"1": 100}}
+    reason = "stop" if choice == "auto" else "tool_calls"
+    for stream in (False, True):
+        given = served.post({**body, "stream": stream}).text
+        assert "<bos>" not in given and f'"finish_reason": "{reason}"' in given
+
+
 @pytest.mark.parametrize(("clients", "num"), [(8, 16), pytest.param(64, 192, marks=pytest.mark.matrix)])
 def test_clients_with_different_schemas_share_rounds(served, clients, num):
     def called(i):

@@ -32,7 +32,7 @@ class Dialect:
         if structure.may_call and self.tool_format is None:
             raise ValueError("tools: the chat template of this model takes none that can be told: leave tools out")
         free = {"skip_special_tokens": not self._splits(body)}
-        grammar = structure.grammar(self._is_thinking(prompts[0]), self._special)
+        grammar = structure.grammar(self._is_thinking(prompts[0]), self._special, self._stops(body))
         if grammar is None:
             return free
         name = next(n for n in ("response_format", "structured_outputs", "tool_choice", "tools") if body.get(n))
@@ -63,9 +63,16 @@ class Dialect:
         if not self._splits(body):
             return []
         structure = self._structure(body)
-        ends = [self.engine.tokenizer.decode([token]) for token in sorted(texts[0].eos_ids)]
+        tokens = sorted({*texts[0].eos_ids, *self._stops(body)})
+        ends = [self.engine.tokenizer.decode([token]) for token in tokens]
         tools = structure.tool_format if structure.may_call else None
         return [Splitter(tools, structure.thinking, self._is_thinking(t.prompt_ids), ends) for t in texts]
+
+    def _stops(self, body: Body) -> list[int]:
+        """Return the special tokens among those that end the texts of `body`."""
+        given = body.get("stop_token_ids", [])
+        given = given if isinstance(given, list) else [given]
+        return [token for token in self._special.values() if token in given]
 
     def _splits(self, body: Body) -> bool:
         structure = self._structure(body)

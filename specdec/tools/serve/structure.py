@@ -123,10 +123,11 @@ class Structure:
         chosen = [(i, f) for i, f in numbered if self.choice in ("auto", "required", f"={f['name']}")]
         return [(f"tools[{i}].function.parameters", function["parameters"]) for i, function in chosen]
 
-    def grammar(self, is_thinking: bool, special: Mapping[str, int]) -> Grammar | None:
+    def grammar(self, is_thinking: bool, special: Mapping[str, int], stops: Sequence[int] = ()) -> Grammar | None:
         """Return the grammar of the whole text; None if it is free.
 
-        is_thinking: the prompt ends within a thought. special: ids of special tokens, by their text.
+        is_thinking: the prompt ends within a thought. special: ids of special tokens, by their text. stops: those that
+        end a text as EOS does.
         """
         if self.answer is None and not self.must_call and not self.may_be_free:
             return None
@@ -138,7 +139,8 @@ class Structure:
             ways.append(self._free_or_calls(rules) if self.may_be_free else self._calls(rules))
         if self.answer is not None and not self.must_call:
             ways.append(self._answer(rules))
-        start = f"start: body\nbody: {' | '.join(ways)}"
+        stop = f" ({' | '.join(f'<[{token}]>' for token in stops)})?" if stops else ""
+        start = f"start: body{stop}\nbody: {' | '.join(ways)}"
         if self.thinking is not None:
             ends_in_token = self.thinking.end_text.startswith("<|")
             end = rules.literal(self.thinking.end_text)
@@ -147,7 +149,7 @@ class Structure:
                 thought = f"until_end\nuntil_end[suffix={json.dumps(self.thinking.end_text)}]: /(.|\\n)*/"
             begin = "" if is_thinking else rules.literal(self.thinking.begin_text)
             space = "" if ends_in_token else " /[ \\n]*/"
-            start = f"start: {'thought' if is_thinking else 'thought?'} body\nthought: {begin} inner{space}\n"
+            start = f"start: {'thought' if is_thinking else 'thought?'} body{stop}\nthought: {begin} inner{space}\n"
             start += f"inner: {thought}\nbody: {' | '.join(ways)}"
         return Grammar(lark="\n".join([start, *rules.lines]))
 
