@@ -128,6 +128,13 @@ def test_a_special_token_that_ends_texts_may_end_those_that_may_call(served, cho
         assert "<bos>" not in given and f'"finish_reason": "{reason}"' in given
 
 
+def test_an_answer_that_may_call_goes_past_eos_if_asked(served):
+    fields = {"tools": TOOLS, "max_tokens": 5, "logit_bias": {"2": 100}, "extra_body": {"ignore_eos": True}}
+    assert ask(served, **fields).usage.completion_tokens == 5
+    with pytest.raises(openai.BadRequestError, match="grammar without EOS"):
+        ask(served, tool_choice="required", **fields)
+
+
 @pytest.mark.parametrize(("clients", "num"), [(8, 16), pytest.param(64, 192, marks=pytest.mark.matrix)])
 def test_clients_with_different_schemas_share_rounds(served, clients, num):
     def called(i):

@@ -33,7 +33,7 @@ class Dialect:
             raise ValueError("tools: the chat template of this model takes none that can be told: leave tools out")
         free = {"skip_special_tokens": not self._splits(body)}
         grammar = structure.grammar(self._is_thinking(prompts[0]), self._special, self._stops(body))
-        if grammar is None:
+        if grammar is None or (structure.may_be_free and body.get("ignore_eos")):  # which no grammar goes with
             return free
         name = next(n for n in ("response_format", "structured_outputs", "tool_choice", "tools") if body.get(n))
         if self.engine.config.grammar is None:
