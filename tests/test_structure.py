@@ -338,6 +338,26 @@ def test_thoughts_come_before_a_constrained_answer():
 
 
 @pytest.mark.parametrize(
+    ("answer", "text", "wrong"),
+    [
+        ({"choice": ['a"b', "<tool_call>"]}, 'a"b', "b"),
+        ({"choice": ['a"b', "<tool_call>"]}, "<tool_call>", "a<"),
+        ({"regex": "[/a]/{2}\n\\/\\\\"}, "a//\n/\\", "a/\n"),
+        ({"regex": ""}, "", "a"),
+    ],
+)
+def test_choices_and_patterns_follow_thoughts(answer, text, wrong):
+    thinking, tokenizer = formats.THINKING["think"], tiny_tokenizer()
+    grammar = structure.Structure(Grammar(**answer), [], "auto", None, thinking).grammar(True, {})
+    compiled = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2])).compile(grammar)
+    matcher, mask = compiled.matcher(), np.zeros(VOCAB // 32, np.int32)
+    assert all(matcher.accept(token) for token in tokenizer.encode(f"hm</think>{text}"))
+    assert matcher.fill(mask) and mask[0] >> 2 & 1
+    matcher = compiled.matcher()
+    assert not all(matcher.accept(token) for token in tokenizer.encode(f"hm</think>{wrong}"))
+
+
+@pytest.mark.parametrize(
     ("mark", "tools", "thinking"),
     [
         ("{{ tools }} [TOOL_CALLS]", "mistral", None),

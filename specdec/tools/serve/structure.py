@@ -15,6 +15,7 @@ from specdec.tools.serve.messages import check_object, refuse_unless
 
 MOST_TOOLS = 128
 _ALIASES = MappingProxyType({"grammar": "ebnf"})
+_IN_LARK = MappingProxyType({"/": r"\/", "\n": r"\n"})  # what ends a pattern there
 
 
 def response_format(name: str, value: Any) -> Grammar | None:
@@ -155,9 +156,17 @@ class Structure:
 
     def _answer(self, rules: "_Rules") -> str:
         assert self.answer is not None
-        if self.answer.kind not in ("json", "json_object"):
-            raise ValueError("structured_outputs: beside tools or thoughts only JSON: leave one of them out")
-        return rules.schema({"type": "object"} if self.answer.kind == "json_object" else self.answer.value)
+        kind, value = self.answer.kind, self.answer.value
+        if kind == "choice":
+            return rules.add(" | ".join(map(json.dumps, value)), "CHOICE")
+        if kind == "regex":
+            pattern = re.sub(r"(?s)\\.|/|\n", lambda m: _IN_LARK.get(m[0], m[0]), value)
+            return rules.add(f"/{pattern}/", "REGEX")
+        if kind not in ("json", "json_object"):
+            raise ValueError(
+                f"structured_outputs: {kind} beside tools, or with a model that thinks: only json, regex and choice"
+            )
+        return rules.schema({"type": "object"} if kind == "json_object" else value)
 
     def _free_or_calls(self, rules: "_Rules") -> str:
         """Free text, and calls wherever the format's trigger stands; a text is either where calls come first only."""
