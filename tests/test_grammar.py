@@ -85,6 +85,19 @@ def test_greedy_text_equals_plain_constrained_decoding(model, texts, algo, shape
     assert runners[name]["eager"] == 0 and runners["first_token"]["eager"] == 0
 
 
+def test_special_tokens_are_no_text_to_xgrammar():
+    pytest.importorskip("xgrammar")
+    library, mask = open_library("xgrammar", WORDS), np.zeros(NUM_WORDS, np.int32)
+    for grammar, first in (
+        (Grammar(choice=["<bos>"]), ["<"]),
+        (Grammar(regex="[<b]o"), ["<", "b"]),
+        (Grammar(lark="start: <bos>"), ["<bos>"]),
+        (Grammar(regex=""), ["<eos>"]),
+    ):
+        assert library.compile(grammar).matcher().fill(mask)
+        assert [WORDS.tokens[t].decode() for t in range(VOCAB) if is_allowed(mask, t)] == first
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 def test_xgrammar_does_the_same(model, shape):

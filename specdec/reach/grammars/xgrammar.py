@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,20 @@ class XGrammar:
     """Compiles grammars for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary):
-        info = xgrammar.TokenizerInfo(
-            vocabulary.tokens,
-            xgrammar.VocabType.RAW,
-            vocab_size=len(vocabulary.tokens),
-            stop_token_ids=sorted(vocabulary.eos_ids),
-        )
-        self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)  # `CachedCompiler` keeps them
-        self._encode = vocabulary.encode
+        self._vocabulary, self._encode = vocabulary, vocabulary.encode
+        special = {*vocabulary.special_ids}
+        # To the library the name of a special token is its text, which users do not see; it never takes empty ones.
+        self._compiler = self._compiler_of([b"" if i in special else t for i, t in enumerate(vocabulary.tokens)])
+
+    @cached_property
+    def _lark_compiler(self) -> Any:
+        """Knows special tokens by their names and ids."""
+        return self._compiler_of(self._vocabulary.tokens)
+
+    def _compiler_of(self, tokens: list[bytes]) -> Any:
+        ends = sorted(self._vocabulary.eos_ids)
+        info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=ends)
+        return xgrammar.GrammarCompiler(info, cache_enabled=False)  # `CachedCompiler` keeps them
 
     def compile(self, grammar: Grammar) -> "Compiled":
         """ValueError names the kind of grammar and what the library says of it."""
@@ -43,7 +50,7 @@ class XGrammar:
         if grammar.kind == "regex":
             return compiler.compile_regex(value)
         if grammar.kind == "lark":
-            return compiler.compile_lark(value)
+            return self._lark_compiler.compile_lark(value)
         if grammar.kind == "structural_tag":
             own = [{**part, "schema": json.dumps(part["schema"])} for part in value["structures"]]
             tags = [xgrammar.StructuralTagItem(**part) for part in own]
