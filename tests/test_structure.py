@@ -128,6 +128,15 @@ def test_a_special_token_that_ends_texts_may_end_those_that_may_call(served, cho
         assert "<bos>" not in given and f'"finish_reason": "{reason}"' in given
 
 
+def test_tools_that_are_too_large_for_a_grammar_leave_the_text_free(served):
+    fields = {"tools": [tool_with({"description": "x" * 2**18})], "max_tokens": 2}
+    with pytest.warns(UserWarning, match=r"calls of tools are not constrained: tools: lark: 26.* characters"):
+        assert ask(served, **fields).choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match=r"tools: lark: 26.* characters: expected at most") as caught:
+        ask(served, tool_choice="required", **fields)
+    assert caught.value.body["param"] == "tools"
+
+
 def test_an_answer_that_may_call_goes_past_eos_if_asked(served):
     fields = {"tools": TOOLS, "max_tokens": 5, "logit_bias": {"2": 100}, "extra_body": {"ignore_eos": True}}
     assert ask(served, **fields).usage.completion_tokens == 5

@@ -32,7 +32,12 @@ class Dialect:
         if structure.may_call and self.tool_format is None:
             raise ValueError("tools: the chat template of this model takes none that can be told: leave tools out")
         free = {"skip_special_tokens": not self._splits(body)}
-        grammar = structure.grammar(self._is_thinking(prompts[0]), self._special, self._stops(body))
+        try:
+            grammar = structure.grammar(self._is_thinking(prompts[0]), self._special, self._stops(body))
+        except ValueError as error:  # too large
+            if structure.may_be_free:
+                return _unconstrained(free, error)
+            raise
         if grammar is None or (structure.may_be_free and body.get("ignore_eos")):  # which no grammar goes with
             return free
         name = next(n for n in ("response_format", "structured_outputs", "tool_choice", "tools") if body.get(n))
@@ -44,8 +49,7 @@ class Dialect:
             compiled = self.engine.compile_grammar(grammar)
         except ValueError as error:
             if structure.may_be_free:
-                warnings.warn(f"calls of tools are not constrained: {error}", stacklevel=2)
-                return free
+                return _unconstrained(free, error)
             self._check_tools(structure)
             raise ValueError(f"{name}: {error}") from None
         return {"grammar": compiled, **free}
@@ -90,3 +94,8 @@ class Dialect:
             return False
         text = self.engine.tokenizer.decode(prompt[-16:], skip_special_tokens=False)
         return text.rstrip().endswith(THINKING[self.thinking].begin_text)
+
+
+def _unconstrained(options: dict[str, Any], error: ValueError) -> dict[str, Any]:
+    warnings.warn(f"calls of tools are not constrained: {error}", stacklevel=3)
+    return options

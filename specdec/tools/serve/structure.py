@@ -152,7 +152,8 @@ class Structure:
             space = "" if ends_in_token else " /[ \\n]*/"
             start = f"start: {'thought' if is_thinking else 'thought?'} body{stop}\nthought: {begin} inner{space}\n"
             start += f"inner: {thought}\nbody: {' | '.join(ways)}"
-        return Grammar(lark="\n".join([start, *rules.lines]))
+        text = "\n".join([start, *rules.lines])
+        return _made("tools", {"lark": text}) if self.may_call else Grammar(lark=text)
 
     def _answer(self, rules: "_Rules") -> str:
         assert self.answer is not None
