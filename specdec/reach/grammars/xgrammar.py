@@ -20,7 +20,7 @@ class XGrammar:
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary, self._encode = vocabulary, vocabulary.encode
-        special = {*vocabulary.special_ids}
+        special = self._special = frozenset(vocabulary.special_ids)
         # To the library the name of a special token is its text, which users do not see; it never takes empty ones.
         self._compiler = self._compiler_of([b"" if i in special else t for i, t in enumerate(vocabulary.tokens)])
 
@@ -37,7 +37,8 @@ class XGrammar:
     def compile(self, grammar: Grammar) -> "Compiled":
         """ValueError names the kind of grammar and what the library says of it."""
         try:
-            return Compiled(self._compile(grammar), self._encode)
+            refused = frozenset[int]() if grammar.kind == "lark" else self._special
+            return Compiled(self._compile(grammar), self._encode, refused)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{grammar.kind}: {str(error).strip()[:500]}") from None
 
@@ -60,13 +61,13 @@ class XGrammar:
 
 
 class Compiled:
-    """A compiled grammar."""
+    """A compiled grammar. refused: tokens that it never allows, of which the library would warn."""
 
-    def __init__(self, compiled: Any, encode: Any):
-        self._compiled, self._encode = compiled, encode
+    def __init__(self, compiled: Any, encode: Any, refused: frozenset[int]):
+        self._compiled, self._encode, self._refused = compiled, encode, refused
 
     def matcher(self) -> "XGMatcher":
-        return XGMatcher(xgrammar.GrammarMatcher(self._compiled), self._encode)
+        return XGMatcher(xgrammar.GrammarMatcher(self._compiled), self._encode, self._refused)
 
 
 class XGMatcher:
@@ -74,18 +75,18 @@ class XGMatcher:
 
     error = ""
 
-    def __init__(self, matcher: Any, encode: Any):
-        self._matcher, self._encode = matcher, encode
+    def __init__(self, matcher: Any, encode: Any, refused: frozenset[int]):
+        self._matcher, self._encode, self._refused = matcher, encode, refused
 
     def fill(self, mask: np.ndarray) -> bool:
         self._matcher.fill_next_token_bitmask(torch.from_numpy(mask).unsqueeze(0))
         return bool(mask.any())
 
     def accept(self, token: int) -> bool:
-        return self._matcher.accept_token(token)
+        return token not in self._refused and self._matcher.accept_token(token)
 
     def take(self, tokens: Sequence[int]) -> int:
-        return next((i for i, token in enumerate(tokens) if not self._matcher.accept_token(token)), len(tokens))
+        return next((i for i, token in enumerate(tokens) if not self.accept(token)), len(tokens))
 
     def fill_chain(self, tokens: Sequence[int], masks: np.ndarray, known: Mapping[int, np.ndarray]) -> int:
         for count, (mask, token) in enumerate(zip(masks, (*tokens, None), strict=False)):
@@ -94,7 +95,7 @@ class XGMatcher:
             elif not self.fill(mask):
                 mask.fill(-1)
                 return count
-            if token is None or not self._matcher.accept_token(token):
+            if token is None or not self.accept(token):
                 return count
         raise AssertionError("more tokens than masks")
 
