@@ -129,6 +129,15 @@ def test_adapters_of_peft_are_followed_or_refused_by_name(mode):
     assert text_of(wrapped) == base and specdec.engine_of(wrapped) is None
 
 
+def test_attention_that_peft_keeps_a_copy_of_is_given_back():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["up_proj"], modules_to_save=["self_attn"])
+    wrapped = peft.get_peft_model(endless(tiny_model("llama", seed=7)), config).eval()
+    for _ in range(2):  # the second engine finds no marks of the first
+        with specdec.attach(wrapped, **SETTINGS) as engine:
+            assert served(engine) == text_of(wrapped.get_base_model())
+
+
 class Routed(nn.Module):
     """Some rows go to one expert, the others to another."""
 

@@ -286,7 +286,8 @@ class HFTarget:
     def _restore(self) -> None:
         """Take our marks away, and give a sharded model its own forwards and parameters again."""
         for module in self.model.modules():
-            if owner_of(module) is self:
+            # Wrappers of PEFT (modules_to_save) pass on the marks of the module that they hold.
+            if ATTACHED in vars(module) and owner_of(module) is self:
                 delattr(module, ATTACHED)
                 module.__dict__.pop(LAYER_ID, None)
         if self._sharded is not None:
