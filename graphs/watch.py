@@ -114,7 +114,7 @@ class Watch:
         self._tensors = list(tensors.values())
         self._kinds = {key: (t.dtype, t.device) for key, t in tensors.items()}
         written = [*self._tensors, *(t for _, t in self._beside)]
-        self._counted = [t for t in written if not t.is_inference()]  # the others have no versions
+        self._counted = [t for t in written if _has_version(t)]
         self._then = self._now = self._numbers()
 
     def _add(self, name: str, module: nn.Module, seen: set[int]) -> None:
@@ -216,6 +216,15 @@ class _Gone:
 
 GONE = _Gone()
 _VERSION = operator.attrgetter("_version")
+
+
+def _has_version(tensor: torch.Tensor) -> bool:
+    """Return whether writes to `tensor` are counted: not if it was made in inference mode, whatever data it has now."""
+    try:
+        _VERSION(tensor)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _note_step(stepped: set[int], optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -15,6 +15,7 @@ import transformers as tf
 
 import specdec
 from specdec.backends import TorchBackend
+from specdec.reach.heads.load import save_head
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.tiny_models import ADMITTED, CHUNKED, REFUSED, VOCAB, tiny_model
 
@@ -103,6 +104,15 @@ def test_a_model_made_in_inference_mode_is_refused():
     with pytest.raises(specdec.AttachError, match=r"model\.embed_tokens\.weight.* made within torch\.inference_mode"):
         specdec.attach(model, compile=True, compiler="eager")
     assert greedy(model, [5, 6, 7], 4) == expected
+
+
+def test_a_compiled_engine_that_loads_its_draft_in_inference_mode(tmp_path):
+    model = tiny_model("llama")
+    save_head(tmp_path, random_head(model), dtype=torch.float32)
+    with torch.inference_mode():
+        engine = specdec.attach(model, tmp_path, num_steps=2, max_seq_len=64, compile=True, compiler="eager")
+    assert engine.generate([[5, 6, 7]], max_new_tokens=4).tokens == [greedy(model, [5, 6, 7], 4)]
+    engine.detach()
 
 
 def test_detach_leaves_the_model_as_it_was():
