@@ -91,6 +91,12 @@ def test_nextn_heads_are_of_every_family(name):
     assert out.tokens == expected
 
 
+def test_a_nextn_head_whose_layer_attends_twice_is_refused_by_name():
+    model = tiny_model("diffllama")
+    with pytest.raises(ValueError, match=r"DiffLlamaDecoderLayer attends 2 times .*: no NextN layer fits; take eagle"):
+        specdec.attach(model, NextNHead(model), max_seq_len=64)
+
+
 @torch.inference_mode()
 def test_windows_of_draft_trees_go_by_depth():
     with torch.inference_mode(False):

@@ -168,7 +168,10 @@ class NextNHead(RecyclingHead):
             rope = self.rope(torch.arange(2, device=rows.device))
             for module in range(self.num_modules):
                 self._run(rows, rows, rope, record, module)
-        assert len(self._seen) == self.num_modules, "the layer's attention does not go through AttentionInterface"
+        if len(self._seen) != self.num_modules:
+            times = f"{len(self._seen) / self.num_modules:g} times through AttentionInterface, expected 1"
+            what = f"a {type(self.mtp[0].layer).__name__} attends {times}"
+            raise ValueError(f"{what}: no NextN layer fits; take eagle or eagle3")
         return self._seen
 
 
