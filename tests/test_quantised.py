@@ -233,6 +233,18 @@ def test_stand_ins_leave_no_trace(folder):
     assert not any("forward" in layer.__dict__ for layer in layers if "_old_forward" not in layer.__dict__)
 
 
+def test_a_new_weight_is_packed_where_it_may_be_attached_again(folder):
+    """bitsandbytes packs a weight for a CPU in its layer's next forward, such as after PEFT has merged an adapter."""
+    bitsandbytes, model = pytest.importorskip("bitsandbytes"), load(folder, "nf4")
+    layer, prompt = model.model.layers[1].mlp.up_proj, ragged_prompts()[0]
+    with specdec.attach(model, max_batch=1, max_seq_len=64, cuda_graph=False, compile=False) as engine:
+        new = bitsandbytes.nn.Params4bit(torch.randn(256, 128) / 8, quant_type="nf4", compress_statistics=False)
+        layer.weight = new.to(DEVICE)
+        text = engine.generate([prompt], max_new_tokens=8).tokens[0]
+    assert text == greedy(model, prompt, 8)
+    specdec.attach(model, max_seq_len=64, cuda_graph=False, compile=False).detach()
+
+
 def test_what_cannot_be_run_is_refused(folder):
     with pytest.raises(AttachError, match=r"llm_int8_threshold=6.0\): texts would depend on those beside them"):
         specdec.attach(load(folder, "int8", threshold=6.0))

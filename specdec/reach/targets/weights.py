@@ -9,6 +9,7 @@ from specdec.core.errors import GraphError
 from specdec.graphs import Change, ChangeKind, Watch
 from specdec.reach.targets.adapters.quantised import Quantised
 from specdec.reach.targets.adapters.ropes import varying_ropes
+from specdec.reach.targets.admission.quantised import pack_layers, quantised_linears
 from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.marks import HOLDER
 
@@ -54,6 +55,9 @@ class Weights:
             except ValueError as error:
                 self._refuse(str(error), changes)
         if changes:
+            new = {c.owner for c in changes if c.kind is ChangeKind.TENSOR and isinstance(c.owner, nn.Module)}
+            model = self._target.model
+            pack_layers([m for m in quantised_linears(model) if m in new], model.get_input_embeddings().weight)
             self._target.spec.adapter(Quantised).refresh({c.owner for c in changes if isinstance(c.owner, nn.Module)})
             self._watch.accept(changes)
             self._target.route.walk()

@@ -4,7 +4,7 @@ Their products round inputs or weights more than the dtype does, and some by how
 between tokens must be compared without that, or a fault there hides behind it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -93,7 +93,14 @@ def pack(model: PreTrainedModel) -> None:
         from compressed_tensors.offload import remove_dispatch
 
         remove_dispatch(model)  # what that forward has dispatched to where it is: the parameters become plain again
-    for layer in quantised_linears(model):
+    pack_layers(quantised_linears(model), like)
+
+
+@torch.no_grad()
+@torch.inference_mode(False)
+def pack_layers(layers: Iterable[Any], like: torch.Tensor) -> None:
+    """Run quantised `layers` once, outside of `torch.inference_mode`; like: of the model's dtype and device."""
+    for layer in layers:
         layer(torch.zeros(1, layer.in_features, dtype=like.dtype, device=like.device))
 
 
