@@ -144,14 +144,15 @@ def _is_linear(module: nn.Module) -> bool:
 def _loaded(model: PreTrainedModel, stack: nn.Module, name: str) -> dict[nn.Module, LowRank]:
     """Return what PEFT's adapter `name` adds to layers of `model`; ValueError if it is not just LoRA on linear ones."""
     layers: dict[str, Any] = {path: m for path, m in model.named_modules() if _is_lora(m)}
-    if not any(name in m.lora_A or name in getattr(m, "lora_embedding_A", ()) for m in layers.values()):
+    config, inside = getattr(model, "peft_config", {}).get(name), {*stack.modules()}
+    reasons = [] if config is None else list(config_reasons(vars(config)))
+    is_loaded = any(name in m.lora_A or name in getattr(m, "lora_embedding_A", ()) for m in layers.values())
+    if not is_loaded and not reasons:
         known = dict.fromkeys(n for m in layers.values() for n in m.lora_A)
         there = f"it has {', '.join(map(repr, known))}" if known else "it has none"
         raise ValueError(
             f"adapters: the model has no LoRA adapter {name!r} loaded ({there}); load it, or pass {{{name!r}: FOLDER}}"
         )
-    config, inside = getattr(model, "peft_config", {}).get(name), {*stack.modules()}
-    reasons = [] if config is None else list(config_reasons(vars(config)))
     for path, layer in layers.items():
         has_it = name in layer.lora_A or name in getattr(layer, "lora_embedding_A", ())
         if has_it and not (layer in inside and _is_linear(layer.base_layer)):
