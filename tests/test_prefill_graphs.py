@@ -654,6 +654,17 @@ def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
     assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
 
 
+def test_a_head_with_more_rows_than_the_embedding_is_compiled():
+    """No token that only the head knows is traced or compared: the embedding has none for it."""
+    model, prompts = model_of(), ragged_prompts()
+    own = model.lm_head
+    model.lm_head = torch.nn.Linear(own.in_features, 2 * own.out_features, bias=False, device=DEVICE)
+    model.lm_head.weight.data.zero_()[: own.out_features] = own.weight
+    engine = engine_of(model, "off", "plain", compile=True)
+    assert engine.report().compiled.startswith("compiled")
+    assert engine.generate(prompts, max_new_tokens=8).tokens == [greedy(model, p, 8) for p in prompts]
+
+
 def test_one_trace_serves_prefills_and_rounds_on_the_live_weights():
     model, prompts = model_of(), ragged_prompts()
     engine = engine_of(model, "piecewise", compile=True, max_prefill_tokens=48)

@@ -29,6 +29,7 @@ from specdec.reach.targets.compiling.checked import (
     trace_checked,
 )
 from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.shape import ids_to_try
 
 if TYPE_CHECKING:
     from specdec.graphs.compile.trace import Traced
@@ -131,7 +132,7 @@ def _subject(target: HFTarget, config: EngineConfig) -> Subject:
     return Subject(
         run=target.run_layers,
         module=target.model,
-        inputs=random_tokens(min(NUM_TOKENS, target.spec.max_positions), target.spec.vocab_size, target.device),
+        inputs=random_tokens(min(NUM_TOKENS, target.spec.max_positions), ids_to_try(target.model), target.device),
         ready=target.routed,
         num_outputs=1 + bool(target.tapped),
         num_layers=len(target.spec.layers) + len(target.spec.recurrent),
