@@ -26,7 +26,7 @@ class TargetOutput(NamedTuple):
 
 
 class TargetSpec(Protocol):
-    """Sizes of a target. recurrent: by recurrent layer."""
+    """Sizes of a target. recurrent: by recurrent layer. num_ids: tokens that it can read and score."""
 
     @property
     def recurrent(self) -> Sequence[RecurrentSpec]: ...
@@ -34,6 +34,8 @@ class TargetSpec(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def num_ids(self) -> int: ...
 
 
 class ReadsImages(Protocol):

@@ -20,7 +20,6 @@ from specdec.core.batch import AttentionMetadata, ForwardMode, on_device
 from specdec.core.engine.core import Core
 from specdec.graphs.shapes import batch_buckets
 from specdec.reach.assembly.op_bits import Case, Rows, Shared, bits_of, differing_ops
-from specdec.reach.targets.shape import ids_to_try
 
 CONTEXTS = (1100, 5, 70)  # tokens of the requests, fewer where fewer fit: the first one's keys fill several chunks
 STEPS = 3  # plain steps of each
@@ -96,7 +95,7 @@ class _Forwards:
         self.lens = [min(n, most) for n in CONTEXTS[:num] if most > 1]
         random = torch.Generator().manual_seed(0)
         shape = (len(self.lens), span)
-        config, vocab_size = core.target.model.config.get_text_config(), ids_to_try(core.target.model)
+        config, vocab_size = core.target.model.config.get_text_config(), core.target.spec.num_ids
         count = getattr(config, "vocab_size_per_layer_input", vocab_size)  # Gemma 3n's last ids stand for images
         ids = torch.randint(min(count, vocab_size), shape, generator=random, device="cpu")
         self._ids = ids.to(core.device)

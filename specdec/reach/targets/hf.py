@@ -145,7 +145,7 @@ class HFTarget:
     def use_lora(self, lora: Lora) -> None:
         """Let rows have adapters from now on; AttachError if some layer does not get a row a token."""
         self.lora, positions = lora, torch.arange(NUM_TRIED, device=self.device)
-        ids = positions * max(1, self.spec.vocab_size // NUM_TRIED) % self.spec.vocab_size  # experts get some of them
+        ids = positions * max(1, self.spec.num_ids // NUM_TRIED) % self.spec.num_ids  # experts get some of them
         try:
             with self.routed(), adapter_scope(lora.in_turn(NUM_TRIED)), echoing():
                 self.run_layers(ids, positions)

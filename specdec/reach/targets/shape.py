@@ -92,12 +92,6 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return decoder if decoder is not model else decoder.model
 
 
-def ids_to_try(model: PreTrainedModel) -> int:
-    """Return how many ids can be read and drawn: an output head may have more rows than the embedding, or fewer."""
-    weight: Any = model.get_input_embeddings().weight
-    return min(vocab_size_of(model), int(weight.shape[0]))
-
-
 def vocab_size_of(model: PreTrainedModel) -> int:
     """Return how many tokens a model scores, also where its head has a plain forward over a rank's part of the rows."""
     head = model.get_output_embeddings()

@@ -124,7 +124,7 @@ def differences(
     [B, L]) gives [B, L, V]. In 16 bits, and with TF32, where some differ by more than is allowed of any model, a second
     run measures what rounding can do, as `echo` does.
     """
-    prompts, nodes = _texts(spec.vocab_size, device)
+    prompts, nodes = _texts(spec.num_ids, device)
     batch = own(torch.stack([_row(prompts, nodes, *path) for path in PATHS]))
     theirs = [batch[[r for r, _ in places], [i for _, i in places]] for places in PLACES.values()]
     ids = torch.cat([*prompts, nodes.flatten()])

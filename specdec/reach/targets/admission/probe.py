@@ -54,7 +54,8 @@ class ModelSpec:
     adapters: what routes its parts, one of each kind. doubts: what may explain logits that turn out to be others than
     the model's own. counts_positions: layers ask the cache how many tokens it holds, and count positions from there,
     in place of reading them; takes_positions: the stack does not. recurrent: specs of recurrent calls, by layer id.
-    blocks: the layers in their order, each a module that runs once; none where that is not so.
+    blocks: the layers in their order, each a module that runs once; none where that is not so. num_ids: tokens that
+    can be read and scored: an output head may have more rows than the embedding.
     """
 
     modules: tuple[nn.Module, ...]
@@ -62,6 +63,7 @@ class ModelSpec:
     sinks: tuple[torch.Tensor | None, ...]
     hidden_size: int
     vocab_size: int
+    num_ids: int
     max_positions: int
     stack: nn.Module
     stack_output: Callable[..., Any]
@@ -95,7 +97,8 @@ def probe(model: PreTrainedModel, keeps_latents: bool = True) -> ModelSpec:
     if early:  # a forward might not run, or bring weights in from elsewhere
         raise AttachError(name, early)
     pack(model)
-    device = model.get_input_embeddings().weight.device
+    embedded = model.get_input_embeddings().weight
+    device = embedded.device
     ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
     config = model.config.get_text_config()
     adapters = tuple(kind(model) for kind in ADAPTERS)
@@ -135,6 +138,7 @@ def probe(model: PreTrainedModel, keeps_latents: bool = True) -> ModelSpec:
         sinks=tuple(c.sinks for c in recording.calls),
         hidden_size=config.hidden_size,
         vocab_size=vocab_size_of(model),
+        num_ids=min(vocab_size_of(model), embedded.shape[0]),
         max_positions=position_limit(config)[0] or 1 << 30,
         stack=stack,
         stack_output=first.outputs[stack],

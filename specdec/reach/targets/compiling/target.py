@@ -29,7 +29,6 @@ from specdec.reach.targets.compiling.checked import (
     trace_checked,
 )
 from specdec.reach.targets.hf import HFTarget
-from specdec.reach.targets.shape import ids_to_try
 
 if TYPE_CHECKING:
     from specdec.graphs.compile.trace import Traced
@@ -132,7 +131,7 @@ def _subject(target: HFTarget, config: EngineConfig) -> Subject:
     return Subject(
         run=target.run_layers,
         module=target.model,
-        inputs=random_tokens(min(NUM_TOKENS, target.spec.max_positions), ids_to_try(target.model), target.device),
+        inputs=random_tokens(min(NUM_TOKENS, target.spec.max_positions), target.spec.num_ids, target.device),
         ready=target.routed,
         num_outputs=1 + bool(target.tapped),
         num_layers=len(target.spec.layers) + len(target.spec.recurrent),
