@@ -82,13 +82,13 @@ class PrefillGraphs:
         self._how: dict[str, Any] = {"lower": LOWER, "strict": config.strict, "settle": target.settle}
 
     def build(self) -> None:
-        """Make the graphs of all runners."""
-        self.plan_warm_ups()
-        in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
-        build(in_parts, self._capture, avoid="prefill_graph='off'", **self._how)
+        """Make the graphs of all runners, in parts last: their attention takes longest to compile."""
         if self.whole is not None:
             runner = self.whole.runner.runner
             build([runner], runner.made_by, avoid="prefill_graph='breakable'", **self._how)
+        self.plan_warm_ups()
+        in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
+        build(in_parts, self._capture, avoid="prefill_graph='off'", **self._how)
 
     def target(
         self, metadata: AttentionMetadata, ids: torch.Tensor, embedded: EmbeddedChunk | None = None
