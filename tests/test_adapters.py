@@ -16,6 +16,7 @@ from specdec.core.errors import AttachError, GraphError
 from specdec.graphs.compile import pieces, trace
 from specdec.reach.targets.pretrained import load_pretrained
 from tests.adapters import save_lora, with_lora
+from tests.image_models import image_model
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -249,6 +250,19 @@ def test_adapters_that_requests_choose_are_trained_while_they_serve(two, how):
         model.delete_adapter("a")
         with pytest.raises(GraphError, match=r"peft_config \({'a': |no LoRA adapter 'a' loaded \(it has 'b'\)"):
             engine.generate(PROMPTS[0], adapter="b")
+
+
+def test_an_adapter_may_have_the_names_of_older_transformers(tmp_path):
+    """Files for Qwen2.5-VL of before 4.52 say model.layers, where it has model.language_model.layers now."""
+    model = image_model("qwen2_5_vl").to(DEVICE)
+    now = save_lora(model.model.language_model, tmp_path / "now")
+    before, tensors = shutil.copytree(now, tmp_path / "before"), load_file(now / FILE)
+    for folder, names in ((now, "model.language_model"), (before, "model")):
+        named = {k.replace("base_model.model", f"base_model.model.{names}"): t for k, t in tensors.items()}
+        save_file(named, folder / FILE)
+    engine = specdec.attach(model, adapters={"now": now, "before": before}, max_batch=3, max_seq_len=64)
+    texts = engine.generate([PROMPT] * 3, adapter=["now", "before", None], max_new_tokens=8, ignore_eos=True).tokens
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_what_adapters_cannot_be_is_refused_by_name(two, saved, tmp_path):

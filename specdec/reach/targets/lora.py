@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from specdec.backends.linear.lora import MAX_RANK, RANKS, lora
@@ -171,6 +173,12 @@ def _loaded(model: PreTrainedModel, stack: nn.Module, name: str) -> dict[nn.Modu
     }
 
 
+def _renamed(model: PreTrainedModel, path: str) -> str:
+    """Return what transformers calls a layer that older releases, and adapters made with them, called `path`."""
+    renamings = [way for way in get_model_conversion_mapping(model) if isinstance(way, WeightRenaming)]
+    return rename_source_key(f"{path}.weight", renamings, [])[0].removesuffix(".weight")
+
+
 def _placed(
     model: PreTrainedModel, stack: nn.Module, name: str, read: Mapping[str, LowRank]
 ) -> dict[nn.Module, LowRank]:
@@ -178,7 +186,7 @@ def _placed(
     modules, inside = dict(model.named_modules()), {*stack.modules()}
     found: dict[nn.Module, LowRank] = {}
     for path, low in read.items():
-        layer = modules.get(path)
+        layer = modules.get(path) or modules.get(_renamed(model, path))
         base: Any = layer.base_layer if layer is not None and _is_lora(layer) else layer
         if layer not in inside or not _is_linear(base):
             what = "which the model does not have" if layer is None else WRONG_PLACE
