@@ -206,6 +206,8 @@ BAD = [
      "tools", 'tools[0].function.parameters: Unimplemented keys: ["uniqueItems"]'),
     ({"structured_outputs": {"regex": "(["}}, "structured_outputs", "unclosed character class"),
     ({"structured_outputs": {"foo": 1}}, "structured_outputs", "expected a Grammar"),
+    ({"structured_outputs": {"grammar": 'root ::= "a"', "ebnf": 'root ::= "b"'}}, "structured_outputs",
+     "grammar and ebnf are the same"),
     ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters, digits"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),

@@ -25,9 +25,9 @@ from specdec.reach.heads.load import check_head, load_head, save_head
 from specdec.reach.targets.shape import LAST, TargetShape
 from specdec.tools.train.acceptance import Tally, accepted_prefixes
 from specdec.tools.train.batches import Batch, Batches
-from specdec.tools.train.config import TrainConfig, recipe
+from specdec.tools.train.config import HeadShape, TrainConfig, recipe
 from specdec.tools.train.data import Corpus
-from specdec.tools.train.fit import write_card
+from specdec.tools.train.fit import check_student, write_card
 from specdec.tools.train.losses import Goal, OutputHead, RowMath, imitation_loss
 from specdec.tools.train.objectives import HeadObjective, Outcome
 from specdec.tools.train.target import Teacher
@@ -562,3 +562,9 @@ def test_card_has_facts_and_tables(tmp_path: Path) -> None:
     text = write_card(tmp_path, facts).read_text("utf-8")
     assert "# NextN (MTP) draft head for T" in text and "| tokens | 12,345 |" in text and "| 2 | 0.4 | 0.2 |" in text
     assert "{" not in text
+
+
+def test_a_head_with_sinks_is_refused_before_its_corpus_is_made() -> None:
+    model = tiny_model("gpt_oss")
+    with pytest.raises(ValueError, match="attention has sinks: expected none, they cannot be trained yet"):
+        check_student("nextn", recipe("nextn", max_steps=1), HeadShape(), "tiny", model, None)
