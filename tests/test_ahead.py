@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -255,6 +256,17 @@ def test_a_rehearsal_compiles_and_launches_nothing(tmp_path, monkeypatch):
     launch((1,), x, 1.0, N=16)
     assert compiled == ["_add_kernel"] * 3
     assert (x[:16] == 2).all() and (x[16:] == 1).all()
+
+
+def test_a_rehearsal_ends_while_kernels_are_compiled_and_launches_find_them():
+    compiled, kernels = threading.Event(), {}
+    with ThreadPoolExecutor(1) as pool:
+        with ahead._Unawaited(pool) as mode:
+            awaited = mode.submit("source", lambda: compiled.wait(60) and "kernel", lambda k: kernels.update(key=k))
+            assert mode.submit("source", pytest.fail, lambda k: kernels.update(other=k)) is awaited
+        assert kernels == {"key": awaited, "other": awaited}
+        compiled.set()
+        assert awaited.result() == "kernel" == kernels["key"]
 
 
 COMPILED_ELSEWHERE = """if True:
