@@ -292,6 +292,15 @@ def test_an_answer_that_is_cut_behind_arguments_has_no_content(name, size):
         assert parts_of(text[:cut], size, form, thinking) == whole, text[:cut]
 
 
+def test_a_call_whose_arguments_a_stop_string_ends_is_none_to_run():
+    """finish_reason is "stop" then: clients read arguments where it is "tool_calls"."""
+    text = ANSWERS["hermes"]
+    for cut in (text.index("}"), len(text)):
+        splitter = Splitter(formats.TOOL_FORMATS["hermes"], None)
+        assert [part.kind for part in splitter.feed(text[:cut], True)][:2] == ["content", "call"]
+        assert splitter.has_calls is (cut == len(text))
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 def test_thoughts_are_apart_and_other_text_is_content(size):
     llama, think = formats.TOOL_FORMATS["llama3"], formats.THINKING["think"]

@@ -127,7 +127,7 @@ class AnswerForm:
         self, index: int, part: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
         finish_reason = None if reason is None else REASONS[reason]
-        if finish_reason == "stop" and self.splitters and self.splitters[index].num_calls:
+        if finish_reason == "stop" and self.splitters and self.splitters[index].has_calls:
             finish_reason = "tool_calls"
         return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
 

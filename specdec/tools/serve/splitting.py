@@ -60,6 +60,11 @@ class Splitter:
             self._rest = self._rest.removesuffix(end)
         return [part for part in self._split(is_last) if part.text]
 
+    @property
+    def has_calls(self) -> bool:
+        """Return whether there are calls, the last one of which is whole: a stop string may end its arguments."""
+        return self.num_calls > 0 and self._mode is not _Mode.ARGUMENTS
+
     def _split(self, is_last: bool) -> Iterator[Part]:
         steps = {_Mode.TEXT: self._text, _Mode.THOUGHT: self._thought, _Mode.ARGUMENTS: self._arguments}
         steps[_Mode.NEXT] = self._next_call

@@ -37,7 +37,11 @@ def response_format(name: str, value: Any) -> Grammar | None:
 
 def structured_outputs(name: str, value: Any) -> Grammar:
     """Return the grammar of vLLM's `structured_outputs`: one field of `Grammar`; `grammar` is GBNF."""
-    return _made(name, {_ALIASES.get(key, key): item for key, item in check_object(name, value).items()})
+    given = check_object(name, value)
+    twice = [key for key, same in _ALIASES.items() if key in given and same in given]
+    if twice:
+        raise ValueError(f"{name}: {twice[0]} and {_ALIASES[twice[0]]} are the same: leave one of them out")
+    return _made(name, {_ALIASES.get(key, key): item for key, item in given.items()})
 
 
 def tools(name: str, value: Any) -> list[dict[str, Any]]:

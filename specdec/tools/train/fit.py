@@ -35,6 +35,7 @@ from specdec.tools.train.standalone import (
 )
 from specdec.tools.train.target import load, special_ids
 from specdec.tools.train.trainer import Trainer
+from specdec.tools.train.ttt import TTTAttention
 
 ALSO_WRITTEN = ("README.md", str(FILE))  # into the folder of a draft
 HELD_OUT_SHARE = 20  # a small corpus holds out one sequence in this many
@@ -192,6 +193,7 @@ def _head(setup: StudentSetup, row: HeadFormat) -> Student:
             head = _with_vocab(head, model, hot_ids(min(setup.shape.draft_vocab_size, target.vocab_size)))
     else:
         head = row.fresh(model, setup.shape, setup.config.seed, hot_ids)
+    TTTAttention(head.attention_layers)  # ValueError for sinks
     objective = HeadObjective(model, head, setup.config)
     dtype, facts = objective.draft.weight.dtype, dict[str, Any]()
     is_shared = row.shares_lm_head_rows and not setup.config.train_lm_head and _has_rows_of(head, model)
