@@ -176,6 +176,7 @@ def test_results_leave_other_runs_alone(tmp_path):
     assert [p.stem.removeprefix(first.stem) for p in (first, second, third)] == ["", "-2", "-3"]
     assert [json.loads(p.read_text())["rows"] for p in (first, second, third)] == [[1], [2, 3], [4]]
     assert len(list(tmp_path.glob("*.json"))) == 3
+    assert write_results(tmp_path, "x", "owner/name", {}, []).name.startswith("x_owner-name_"), "a Hub id is no folder"
     none = ResultFile(None, "x", "tiny", {})
     none.write([1])
     assert none.name is None

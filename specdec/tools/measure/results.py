@@ -27,8 +27,9 @@ ABSOLUTE = re.compile(r"(?<![\w.:/-])/(?P<top>[\w.+-]+)(?:/[\w.+-]+)*/?")
 class ResultFile:
     """`<what>_<shape>_<gpu>_<date>.json` of a run, written as often as rows come in.
 
-    An existing file belongs to another run and is left alone: `-2`, `-3`, … are added to the name. No reader ever sees
-    half a file. path: None until the first `write`, and for good if `folder` is None: then nothing is written.
+    An existing file belongs to another run and is left alone: `-2`, `-3`, … are added to the name, in which "/" becomes
+    "-". No reader ever sees half a file. path: None until the first `write`, and for good if `folder` is None: then
+    nothing is written.
     """
 
     def __init__(self, folder: str | Path | None, what: str, shape: str, config: dict[str, Any]):
@@ -51,7 +52,7 @@ class ResultFile:
         content = json.dumps(record, indent=1) + "\n"  # before a file is made: rows that are no JSON leave none
         if self.path is None:
             stem = f"{self._what}_{self._shape}_{self._about['gpu']}_{datetime.now(UTC):%Y-%m-%d}"
-            self.path = _new_file(Path(self._folder), stem)
+            self.path = _new_file(Path(self._folder), stem.replace("/", "-"))
         write_whole(self.path, content)
 
 
