@@ -200,6 +200,9 @@ def test_lossless_command(folder, tmp_path, capsys, monkeypatch):
     (file,) = tmp_path.glob("*.json")
     assert file.name.startswith("lossless-auto-float32_target_")
     assert json.loads(file.read_text())["rows"] == found["configs"]
+    chains = (*common[:4], "--draft", "lookup", *common[6:], *counts, "--temperature", 0)
+    code, lines, _ = run(capsys, monkeypatch, "bench", "lossless", *chains)
+    assert code == 0 and [(r["draft"], r["topk"]) for r in json.loads(lines[-1])["configs"]] == [("lookup", 1)]
     break_mode(monkeypatch, "off", 2.0)
     code, lines, _ = run(capsys, monkeypatch, "bench", "lossless", *common, *counts, "--temperature", 0)
     assert code == 1 and json.loads(lines[-1])["unexplained"] > 0

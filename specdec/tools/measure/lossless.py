@@ -173,6 +173,8 @@ def run(
     common["max_seq_len"] = max(map(len, prompts)) + length
     for name, (draft, algo) in drafts.items():
         for config in CONFIGS:
+            if algo == "lookup" and config["topk"] > 1:
+                continue  # it drafts chains only
             given = {**common, **config, "algo": algo}
             found = [check.greedy(draft, given, batch, references, tie) for batch in batches]
             if temperature:
