@@ -160,6 +160,9 @@ def test_shipped_heads_by_algorithm():
     assert shipped.find("shipped-standalone") == shipped.for_algo("standalone")
     assert bench_command._drafts(["shipped", "none"]).keys() == {*shipped.available(), "none"}
     assert bench_command._drafts(["x/head", "y/head"]) == {"head": ("x/head", "auto"), "y/head": ("y/head", "auto")}
+    own = bench_command.Lossless.__new__(bench_command.Lossless)
+    own.draft = ["x/head", "y/head"]
+    assert own._drafts() == {"head": ("x/head", "auto"), "y/head": ("y/head", "auto")}
     assert bench_command._drafts(["lookup", "none"]) == {"lookup": (None, "lookup"), "none": (None, None)}
 
 
@@ -365,10 +368,14 @@ def test_the_policy_beside_plain_decoding_and_every_fixed_shape(tmp_path, capsys
 
 def test_the_policy_on_given_prompts(folders, capsys, monkeypatch):
     real = ("--target", folders / "target", "--draft", folders / "head", "--prompts", folders / "a.jsonl")
-    row, last = last_line(capsys, monkeypatch, "policy", *real, "--batches", 2, "--new-tokens", 8)["rows"]
+    (folders / "other").mkdir()
+    (folders / "other" / "a.jsonl").write_text((folders / "a.jsonl").read_text())
+    real += ("--prompts", folders / "other" / "a.jsonl")
+    row, other, last = last_line(capsys, monkeypatch, "policy", *real, "--batches", 2, "--new-tokens", 8)["rows"]
     assert (row["prompts"], row["batch"], row["accepts"]) == ("a", 2, "what the draft gets")
+    assert other["prompts"].endswith("/other/a.jsonl"), "another file of that name"
     assert row["tokens_per_s"] > 0 and set(row["of_each"]) == {"plain", "1:1:2", "3:1:4", "5:1:6"}
-    assert last["cells"] == 1 and "context" not in row
+    assert last["cells"] == 2 and "context" not in row
 
 
 def test_a_grid_has_room_for_its_largest_cell():

@@ -17,7 +17,17 @@ from specdec.tools.commands.bench_grammar import BenchGrammar
 from specdec.tools.commands.bench_policy import Policy
 from specdec.tools.commands.bench_serve import BenchServe
 from specdec.tools.commands.bench_speed import Latency, Peers
-from specdec.tools.commands.choices import OnTarget, Recorded, Reported, Row, draft_of, listed, name_of_target, numbers
+from specdec.tools.commands.choices import (
+    OnTarget,
+    Recorded,
+    Reported,
+    Row,
+    by_name,
+    draft_of,
+    listed,
+    name_of_target,
+    numbers,
+)
 from specdec.tools.measure.acceptance import acceptance
 from specdec.tools.measure.compare import THRESHOLD, compare, print_comparison
 from specdec.tools.measure.conversations import Conversations
@@ -79,7 +89,7 @@ class Acceptance(OnTarget, Recorded):
             raise ValueError(
                 f"--frequent-in {self.frequent_in}: how many of its tokens? Give --draft-vocab, such as 8192"
             )
-        questions = {name: self._questions(text) for name, text in _by_name(listed(self.prompts), "stem").items()}
+        questions = {name: self._questions(text) for name, text in by_name(listed(self.prompts), "stem").items()}
         drafts = _drafts(listed(self.draft, SHIPPED))
         for folder, _algo in drafts.values():
             if folder is not None:
@@ -166,16 +176,7 @@ def _line(row: Row) -> str:
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:
     """Return draft and algo of each of `values`, by its name in the results."""
     each = [name for v in values for name in (shipped.available() if v == SHIPPED else [v])]
-    return {name: draft_of(value) for name, value in _by_name(each, "name").items()}
-
-
-def _by_name(values: list[str], part: str) -> dict[str, str]:
-    """Return paths by their `part`, "name" or "stem", or by the whole path if that is taken."""
-    found: dict[str, str] = {}
-    for value in values:
-        short = getattr(Path(value), part)
-        found[value if short in found else short] = value
-    return found
+    return {name: draft_of(value) for name, value in by_name(each, "name").items()}
 
 
 def _temperature(text: str) -> float:

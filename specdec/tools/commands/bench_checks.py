@@ -11,7 +11,7 @@ import typer
 from specdec import shipped
 from specdec.core.text.prompt_sets import read_set
 from specdec.core.text.prompts import chat_ids
-from specdec.tools.commands.choices import OnTarget, Recorded, Row, draft_of, listed, name_of_target, numbers
+from specdec.tools.commands.choices import OnTarget, Recorded, Row, by_name, draft_of, listed, name_of_target, numbers
 from specdec.tools.measure import bitwise, gsm8k, lossless
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.results import ResultFile
@@ -137,7 +137,8 @@ class Lossless(Checking):
 
     def _drafts(self, *others: str) -> dict[str, tuple[Any, str | None]]:
         """Return draft and algo by name; without --draft, of all shipped drafts and of `others`."""
-        return {Path(n).name: draft_of(n) for n in listed(self.draft, ",".join([*shipped.available(), *others]))}
+        named = by_name(listed(self.draft, ",".join([*shipped.available(), *others])), "name")
+        return {name: draft_of(value) for name, value in named.items()}
 
 
 def _line(row: Row) -> str:

@@ -1,6 +1,5 @@
 """`specdec bench policy`: read the options and load what is measured."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from specdec.tools.commands.bench_speed import Timing
 from specdec.tools.commands.choices import (
     Row,
     at_least,
+    by_name,
     check_alone,
     draft_of,
     listed,
@@ -58,7 +58,7 @@ class Policy(Timing):
                 raise ValueError(f"--{one} with --{other}: each says what cells there are; drop one")
         batches = numbers("batches", self.batches, 1) or usual["batches"]
         contexts = numbers("contexts", self.contexts, 2) or usual["contexts"]
-        files = {Path(name).stem: Path(name) for name in listed(self.prompts)}
+        files = by_name(listed(self.prompts), "stem")
         all_cells = [(batch, context) for context in files or contexts for batch in batches]
         grid = Grid(
             tuple(map(_cell, listed(self.cells))) or tuple(all_cells),

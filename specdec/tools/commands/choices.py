@@ -184,6 +184,15 @@ def listed(values: list[str] | None, default: str = "") -> list[str]:
     return [part.strip() for value in values or [default] for part in value.split(",") if part.strip()]
 
 
+def by_name(values: list[str], part: str) -> dict[str, str]:
+    """Return paths by their `part`, "name" or "stem", or by the whole path if that is taken."""
+    found: dict[str, str] = {}
+    for value in values:
+        short = getattr(Path(value), part)
+        found[value if short in found else short] = value
+    return found
+
+
 def numbers(option: str, values: list[str] | None, least: int = 0) -> tuple[int, ...] | None:
     """Return the whole numbers of an option that may be repeated, or separated by commas; None if it is not given."""
     if values is None:
