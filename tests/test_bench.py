@@ -284,6 +284,9 @@ def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
         (("policy", "--cells", "8x"), "--cells '8x': expected BATCHxCONTEXT such as 8x16384"),
         (("policy", "--cells", "8x9", "--batches", "8"), "--cells with --batches: each says what cells there are"),
         (("policy", "--prompts", "a", "--taus", "2"), "--prompts with --taus: each says what cells there are"),
+        (("policy", "--new-tokens", "0"), "--new-tokens 0: expected at least 8"),
+        (("policy", "--drift", "0"), "--drift 0: expected at least 4"),
+        (("policy", "--draft-tokens", "8"), "--draft-tokens 8 with --topk 1: a tree has them"),
         (("policy", "--draft", "none"), "--draft none: there is no draft to choose about"),
     ],
 )

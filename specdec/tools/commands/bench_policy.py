@@ -56,6 +56,8 @@ class Policy(Timing):
         for one, other in EITHER_OR:
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise ValueError(f"--{one} with --{other}: each says what cells there are; drop one")
+        if self.topk == 1 and self.draft_tokens is not None:
+            raise ValueError(f"--draft-tokens {self.draft_tokens} with --topk 1: a tree has them; give --topk too")
         batches = numbers("batches", self.batches, 1) or usual["batches"]
         contexts = numbers("contexts", self.contexts, 2) or usual["contexts"]
         files = by_name(listed(self.prompts), "stem")
@@ -63,8 +65,8 @@ class Policy(Timing):
         grid = Grid(
             tuple(map(_cell, listed(self.cells))) or tuple(all_cells),
             ((),) if files else tuple(_taus(text) for text in (listed(self.taus) or TAUS)),
-            at_least("new-tokens", self.new_tokens or usual["new_tokens"], 8),
-            at_least("drift", self.drift or usual["drift"], 4),
+            at_least("new-tokens", usual["new_tokens"] if self.new_tokens is None else self.new_tokens, 8),
+            at_least("drift", usual["drift"] if self.drift is None else self.drift, 4),
             at_least("repeats", self.repeats),
         )
         questions = {name: read_questions(file) for name, file in files.items()}
