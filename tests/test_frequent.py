@@ -34,7 +34,10 @@ def test_sizes_that_cannot_be(tokenizer, size):
 
 def test_texts_of_files(tmp_path):
     lines, plain = tmp_path / "a.jsonl", tmp_path / "a.txt"
-    lines.write_text(json.dumps({"question": "w1", "turns": ["w2", {"text": "w3"}], "n": 4}) + "\n" + '"w5"\n')
+    lines.write_text(json.dumps({"question": "w1", "turns": ["w2", {"text": "w3"}], "n": 4}) + "\n\n" + '"w5"\n')
     plain.write_text("w1 w2\nw3\n")
     assert list(texts_of(lines)) == ["w1", "w2", "w3", "w5"]
     assert list(texts_of(plain)) == ["w1 w2\n", "w3\n"]
+    lines.write_text('{"question": "w1"}\n{"question": w2}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: not JSON"):
+        list(texts_of(lines))

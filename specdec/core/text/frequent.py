@@ -1,11 +1,12 @@
 """The most frequent tokens of texts: what `EngineConfig.draft_vocab` lets a draft propose."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+from specdec.core.text.prompt_sets import parsed
 
 BATCH = 1000  # texts for the tokenizer at a time
 
@@ -30,10 +31,14 @@ def frequent_ids(tokenizer: Any, texts: Iterable[str], size: int) -> list[int]:
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """Yield the texts of a file: all strings in its JSON lines (.jsonl), or else its lines."""
+    """Yield the texts of a file: all strings in its JSON lines (.jsonl), or else its lines. ValueError names a line
+    that is not JSON."""
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield from _strings(json.loads(line)) if path.suffix == ".jsonl" else [line]
+        for number, line in enumerate(lines, 1):
+            if path.suffix != ".jsonl":
+                yield line
+            elif line.strip():
+                yield from _strings(parsed(line, f"{path}:{number}"))
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -132,15 +132,16 @@ def records(file: Path) -> Iterator[tuple[str, Any]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: expected text in UTF-8, which it is not ({error}); save it anew") from error
     if text.lstrip().startswith("["):
-        yield from ((f"{file}, item {i}", record) for i, record in enumerate(_parsed(text, str(file)), 1))
+        yield from ((f"{file}, item {i}", record) for i, record in enumerate(parsed(text, str(file)), 1))
         return
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
         if line.strip():
             place = f"{file}:{number}"
-            yield place, _parsed(line, place)
+            yield place, parsed(line, place)
 
 
-def _parsed(text: str, place: str) -> Any:
+def parsed(text: str, place: str) -> Any:
+    """Return the JSON of `text`; ValueError says that `place` is none."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
