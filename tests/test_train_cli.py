@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from itertools import chain, count
 from pathlib import Path
@@ -359,7 +360,9 @@ def test_run_says_what_its_user_can_do_about_too_few_prompts(folder: Path, tmp_p
     assert len(named) == 3 and all(option in run for option in named)
 
 
-def test_places_that_cannot_be_written_are_named_before_any_work(folder: Path, tmp_path: Path) -> None:
+def test_places_that_cannot_be_written_are_named_before_any_work(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generation, file = Generation(gsm8k=folder / "questions.jsonl"), folder / "questions.jsonl"
     with pytest.raises(ValueError, match=r"out='.*' is a folder: expected a file for the corpus"):
         prepare(tmp_path, generation, target="nowhere", overwrite=True)
@@ -369,6 +372,13 @@ def test_places_that_cannot_be_written_are_named_before_any_work(folder: Path, t
         fit(folder, "eagle", file / "head", "--max-steps", 1)
     with pytest.raises(ValueError, match="held_out=-1: expected an integer of at least 0"):
         fit(folder, "eagle", tmp_path / "head", "--held-out", -1, "--max-steps", 1)
+    (tmp_path / "theirs" / "ours").mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "theirs")  # root may write everywhere
+    with pytest.raises(ValueError, match=r"c' cannot be written: no permission to write to '.*theirs'"):
+        prepare(tmp_path / "theirs" / "c", generation, target="nowhere")
+    for out in ("new", "ours"):  # the checkpoint is written beside the folder
+        with pytest.raises(ValueError, match=r"cannot be written: no permission to write to '.*theirs'"):
+            fit(folder, "eagle", tmp_path / "theirs" / out, "--max-steps", 1)
 
 
 def test_run_generates_and_fits(folder: Path, tmp_path: Path) -> None:

@@ -44,10 +44,13 @@ def check_free(folder: str | Path, overwrite: bool, also: Sequence[str] = ()) ->
 
 
 def check_place(path: Path) -> None:
-    """Raise ValueError if a parent folder of `path` is a file."""
-    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    """Raise ValueError if a parent folder of `path` is a file, or the folder that takes it is not ours to write."""
+    whole = path.absolute()
+    nearest = whole if whole.is_dir() else next(parent for parent in whole.parents if parent.exists())
     if not nearest.is_dir():
         raise ValueError(f"{str(path)!r} cannot be written: {str(nearest)!r} is a file, expected a folder")
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"{str(path)!r} cannot be written: no permission to write to {str(nearest)!r}")
 
 
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:

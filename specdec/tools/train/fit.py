@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from specdec.core.draft.head import DraftHead
 from specdec.core.ranges import whole
 from specdec.core.text.prompts import tokenizer_fingerprint
-from specdec.reach.checkpoints.replacing import check_free, write_text
+from specdec.reach.checkpoints.replacing import check_free, check_place, write_text
 from specdec.reach.heads.custom_generate import FILE
 from specdec.reach.heads.format import HeadFormat
 from specdec.reach.heads.formats import formats
@@ -123,7 +123,9 @@ def beside(out: Path, ending: str) -> Path:
 
 
 def check_checkpoint(path: Path, resume: bool, overwrite: bool) -> None:
-    """Raise ValueError if there is no checkpoint to resume, or if a new run would replace one without `overwrite`."""
+    """Raise ValueError if there is no checkpoint to resume, if a new run would replace one without `overwrite`, or if
+    none can be written there."""
+    check_place(path)
     if resume and not path.is_file():
         raise ValueError(f"there is no checkpoint {str(path)!r} to resume; start without resume")
     if path.exists() and not (resume or overwrite):
