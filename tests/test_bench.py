@@ -180,6 +180,8 @@ def test_results_leave_other_runs_alone(tmp_path):
     assert [json.loads(p.read_text())["rows"] for p in (first, second, third)] == [[1], [2, 3], [4]]
     assert len(list(tmp_path.glob("*.json"))) == 3
     assert write_results(tmp_path, "x", "owner/name", {}, []).name.startswith("x_owner-name_"), "a Hub id is no folder"
+    with pytest.raises(ValueError, match=r"cannot be written: '.*json' is a file, expected a folder"):
+        ResultFile(third, "x", "tiny", {})
     none = ResultFile(None, "x", "tiny", {})
     none.write([1])
     assert none.name is None

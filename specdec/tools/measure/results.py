@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from specdec import __version__
+from specdec.reach.checkpoints.replacing import check_place
 from specdec.tools.measure.rows import write_whole
 
 ABSOLUTE = re.compile(r"(?<![\w.:/-])/(?P<top>[\w.+-]+)(?:/[\w.+-]+)*/?")
@@ -33,6 +34,8 @@ class ResultFile:
     """
 
     def __init__(self, folder: str | Path | None, what: str, shape: str, config: dict[str, Any]):
+        if folder is not None:
+            check_place(Path(folder, what))  # now, not after the first row is measured
         self.path: Path | None = None
         self._folder, self._what, self._shape = folder, what, shape
         self._config = config  # written as it is then: its lists may grow
