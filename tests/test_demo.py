@@ -150,6 +150,7 @@ def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, ca
         ("generate hi --target nosuch", "target 'nosuch' cannot be loaded: expected 'bundled', a folder .*says: "),
         ("serve nosuch", "target 'nosuch' cannot be loaded"),
         ("doctor nosuch shipped", "target 'nosuch' cannot be loaded"),
+        ("generate hi --target {file}", "target '{file}' is a file: expected the folder that holds it"),
         ("generate hi --target {empty}", "target '{empty}' cannot be loaded"),
         ("demo --target {empty} --draft lookup", "target '{empty}' cannot be loaded"),
     ],
@@ -157,7 +158,7 @@ def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, ca
 def test_a_device_or_a_target_that_is_not_there_is_one_line(command, message, tmp_path, capsys, monkeypatch):
     if command.startswith("serve"):
         pytest.importorskip("specdec.tools.serve.server")
-    command, message = (text.replace("{empty}", str(tmp_path)) for text in (command, message))
+    command, message = (text.format(empty=tmp_path, file=__file__) for text in (command, message))
     code, lines, errors = run(capsys, monkeypatch, *command.split())
     assert code == 2 and not lines
     assert re.fullmatch(f"specdec: {message}.*\n", errors), errors

@@ -273,6 +273,8 @@ def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
     """Return the arguments of `from_pretrained` for `name`."""
     path = bundled_gguf() if str(name) == BUNDLED else local_path(name)
     if path.suffix != ".gguf":
+        if path.is_file():
+            raise ValueError(f"target {str(name)!r} is a file: expected the folder that holds it, or a .gguf file")
         return str(path if path.is_dir() else name), {}
     if not path.is_file():
         raise ValueError(f"{str(path)!r}: there is no such .gguf file")
