@@ -307,6 +307,18 @@ def test_the_load_command_on_a_server_that_runs(words, tmp_path):
         assert isinstance(refused, ValueError) and wrong[0] in str(refused)
 
 
+def test_the_load_reads_streams_of_other_servers():
+    async def read(*parts):
+        async def sent():
+            for part in parts:
+                yield part
+
+        return [chunk async for chunk in load._events(sent())]
+
+    assert asyncio.run(read(b'data: {"a": 1}\n\nda', b'ta: {"a": 2}\n', b"\ndata: [DONE]\n\n")) == [{"a": 1}, {"a": 2}]
+    assert asyncio.run(read(b'data: {"a": 1}\r\n\r', b'\n: ping\r\n\r\ndata: {"a": 2}\r\n\r\n')) == [{"a": 1}, {"a": 2}]
+
+
 HALF = [{"role": "user", "content": "\ud800"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 BAD_CHATS = [  # fields, the field at fault, what the message says

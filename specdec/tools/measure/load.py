@@ -256,7 +256,7 @@ async def _events(parts: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any],
     """Yield the JSON of a stream's events."""
     rest = b""
     async for part in parts:
-        *events, rest = (rest + part).split(b"\n\n")
+        *events, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")  # other servers end lines with both
         for event in events:
             if event.startswith(b"data: {"):
                 yield json.loads(event[6:])
