@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
-from specdec import AcceptanceStats, RequestOutput, __version__, attach
+from specdec import AcceptanceStats, Engine, RequestOutput, __version__, attach
 from specdec.reach.heads.load import save_head
 from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.commands import main, text
@@ -213,6 +213,13 @@ def test_a_prompt_comes_from_stdin(folder, capsys, monkeypatch):
         text.generate(prompt=prompt, **common)
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+    prompts, stream = [], Engine.stream
+    monkeypatch.setattr(
+        Engine, "stream", lambda self, asked, **more: prompts.append(asked) or stream(self, asked, **more)
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("  w5\n w9 \n"))
+    text.generate(prompt="-", **common)
+    assert prompts == ["  w5\n w9 "], "--raw continues it as it is, but for the end of the last line"
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(ValueError, match="stdin is empty"):
         text.generate(prompt="-", **common)

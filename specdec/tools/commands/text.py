@@ -56,7 +56,9 @@ class Generate(WithDraft):
         given = {name: getattr(self, name) for name in LAW if getattr(self, name) is not None}
         if self.temperature is not None:
             given["do_sample"] = self.temperature > 0
-        prompt = sys.stdin.read().strip() if self.prompt == "-" else self.prompt
+        prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
+        if self.prompt == "-":
+            prompt = prompt.removesuffix("\n") if self.raw else prompt.strip()
         if self.prompt == "-" and not prompt:
             raise ValueError("the prompt is '-', but stdin is empty: expected a prompt there")
         model, tokenizer = self.load()
