@@ -302,9 +302,17 @@ def test_the_load_command_on_a_server_that_runs(words, tmp_path):
     assert (
         row["requests_s"] == pytest.approx(row["finished"] / 1.5, abs=1e-2) and row["ttft_ms_p50"] <= row["ttft_ms_p99"]
     )
-    for wrong in (["--rates", "0"], ["--clients", "x"], ["--soak", "5"], ["--url", f"{words.url}/nothing"]):
-        refused = CliRunner().invoke(cli.app, [*arguments, *wrong]).exception
-        assert isinstance(refused, ValueError) and wrong[0] in str(refused)
+    wrongs = [
+        ["--rates", "0"],
+        ["--clients", "x"],
+        ["--soak", "5"],
+        ["--url", f"{words.url}/nothing"],
+        ["--steps", "2"],
+    ]
+    shaped = ["bench", "serve", "--shape", "tiny", "--draft", "lookup"]
+    for wrong in (*([*arguments, *wrong] for wrong in wrongs), shaped):
+        refused = CliRunner().invoke(cli.app, wrong).exception
+        assert isinstance(refused, ValueError) and wrong[-2] in str(refused)
 
 
 def test_the_load_reads_streams_of_other_servers():

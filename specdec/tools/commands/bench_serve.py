@@ -19,6 +19,7 @@ from specdec.tools.train.target import device_of, dtype_of
 
 NAME = "model"
 CLIENTS = (1, 8, 32, 64, 256)
+DRAFTING = ("draft", "steps", "topk", "draft_tokens", "draft_weights")
 STEPS = 3  # of a --shape's draft
 MAX_WAITING = 256  # as `specdec serve` has it
 
@@ -56,6 +57,7 @@ class BenchServe(WithDraft, Recorded):
         clients = numbers("clients", self.clients, 1) or (() if rates else CLIENTS)
         if self.url is not None and (self.soak or self.shape):
             raise ValueError(f"--url {self.url} with --soak or --shape: they need an engine of this process; drop one")
+        self._check_unused()
         names = ("seconds", "warm_up", "prompt_tokens", "new_tokens", "spread")
         law: dict[str, Any] = {name: getattr(self, name) for name in names}
         with ExitStack() as until_the_end:
@@ -85,6 +87,18 @@ class BenchServe(WithDraft, Recorded):
                 law | self._setup(engine),
             )
             self.finish({"rows": self.record(file, measured(), _line)}, file.name)
+
+    def _check_unused(self) -> None:
+        """Raise ValueError for an option of the draft that neither a server that runs nor a --shape takes."""
+        if self.url is None and self.shape is None:
+            return
+        other = f"--url {self.url}" if self.shape is None else f"--shape {self.shape}"
+        for name in DRAFTING:
+            value = getattr(self, name)
+            if value is not None and (name, value, self.url) != ("draft", "none", None):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value} with {other}: it has a draft of its own; drop one"
+                )
 
     def _engine(self) -> Engine:
         settings: dict[str, Any] = {"max_batch": self.max_batch, "max_seq_len": self.max_seq_len}
