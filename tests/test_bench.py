@@ -141,6 +141,7 @@ def test_shapes():
         (("--shape", "plain"), "--shape 'plain': expected S:K:D"),
         (("--temperature", "-1"), "--temperature '-1'"),
         (("--temperature", "warm"), "--temperature 'warm'"),
+        (("--shape", ","), "--shape ',': expected one at least"),
         (("--prompts", "missing.jsonl"), "missing.jsonl"),
         (("--draft", "./missing"), "no such folder"),
     ],

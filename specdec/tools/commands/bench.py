@@ -76,6 +76,9 @@ class Acceptance(OnTarget, Recorded):
     target_name: str | None = option("Name of the target in the result file; else its own.")
 
     def run(self) -> None:
+        for name in ("prompts", "draft", "shape", "temperature"):
+            if (given := getattr(self, name)) is not None and not listed(given):
+                raise ValueError(f"--{name} {','.join(given)!r}: expected one at least")
         shapes = [DraftShape.parse(text) for text in listed(self.shape, "3:1:4")]
         for one in shapes:
             if not one.steps or one.vocab is not None:
