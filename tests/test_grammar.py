@@ -4,6 +4,7 @@ law, forced tokens as drafts, dead ends and mistakes."""
 import itertools
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from specdec.core.functional.tree import Tree, ancestor_bits, chain, force
 from specdec.core.grammar.feed import MaskFeed
 from specdec.core.grammar.grammar import MOST_DEPTH
 from specdec.core.grammar.matcher import NUM_MASKED, Constraint, is_allowed
+from tests.commands import run
 from tests.faults import missing_pages
 from tests.grammars import EOS, GRAMMARS, SCHEMA, masks_after, plain_law, plain_text, spm_tokenizer, tiny_tokenizer
 from tests.heads import ALGOS, random_draft
@@ -789,6 +791,22 @@ def test_texts_under_schemas_are_timed_beside_free_ones(model):
     assert rows[3]["tau"] > rows[0]["tau"] and rows[3]["late_ms"] > 0
     for row in rows:
         assert len(row["took"]) == 5 and row["tokens_per_s"] == pytest.approx(11e3 / row["took"][2], rel=0.05)
+
+
+def test_the_bench_command_writes_what_it_checked_and_what_it_timed(tmp_path, capsys, monkeypatch):
+    from specdec.tools.commands import bench_grammar
+
+    about = {"steps": 3, "topk": 1, "draft_tokens": 4, "batch": 2, "tau": 2.0, "tokens_per_s": 9.0}
+    checked = {**about, "temperature": 0.0, "valid": 1, "finished": 1, "schemas": 1, "seconds": 0.1}
+    timed = {**about, "speed": "text", "took": [1.0], "round_ms": 1.0}
+    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    monkeypatch.setattr(bench_grammar.BenchGrammar, "load", lambda self: (model, None))
+    monkeypatch.setattr(bench_grammar, "make_cases", lambda *given: [])
+    monkeypatch.setattr(bench_grammar.grammar, "run", lambda *given: iter([checked]))
+    monkeypatch.setattr(bench_grammar.grammar_speed, "run", lambda *given: iter([timed]))
+    code, _, _ = run(capsys, monkeypatch, "bench", "grammar", "--new-tokens", 4, "--out", tmp_path)
+    (file,) = tmp_path.glob("grammar_135m_*.json")
+    assert code == 0 and json.loads(file.read_text())["rows"] == [checked, timed]
 
 
 def test_masks_of_strings_of_a_length_are_those_of_single_tokens():

@@ -1,5 +1,6 @@
 """`specdec bench grammar`: read the options, load the target, and exit with 1 where an answer is not of its schema."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,13 +57,14 @@ class BenchGrammar(OnTarget, Recorded):
             draft = (make_head(self.random, model), "eagle3")
         name = self.random or name_of_target(self.target)
         file = ResultFile(self.out, "grammar", name, {"device": str(model.device), "dtype": str(model.dtype)})
-        rows: list[Row] = []
-        if self.schemas:
-            cases = make_cases(self.schemas, tokenizer, self.seed)
-            rows += self.record(file, grammar.run(model, tokenizer, draft, cases, plan), _checked)
-        if self.new_tokens:
-            timed = grammar_speed.run(model, tokenizer, draft, shapes, batches, self.new_tokens)
-            rows += self.record(file, timed, _timed)
+
+        def measured() -> Iterator[Row]:
+            if self.schemas:
+                yield from grammar.run(model, tokenizer, draft, make_cases(self.schemas, tokenizer, self.seed), plan)
+            if self.new_tokens:
+                yield from grammar_speed.run(model, tokenizer, draft, shapes, batches, self.new_tokens)
+
+        rows = self.record(file, measured(), lambda row: _timed(row) if "speed" in row else _checked(row))
         self.finish({"rows": rows}, file.name)
         raise typer.Exit(1 if any(_is_wrong(row, model.dtype == torch.float32) for row in rows) else 0)
 
