@@ -802,11 +802,20 @@ def test_the_bench_command_writes_what_it_checked_and_what_it_timed(tmp_path, ca
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
     monkeypatch.setattr(bench_grammar.BenchGrammar, "load", lambda self: (model, None))
     monkeypatch.setattr(bench_grammar, "make_cases", lambda *given: [])
-    monkeypatch.setattr(bench_grammar.grammar, "run", lambda *given: iter([checked]))
-    monkeypatch.setattr(bench_grammar.grammar_speed, "run", lambda *given: iter([timed]))
+    shapes, libraries = [], []
+    monkeypatch.setattr(bench_grammar.grammar, "run", lambda *given: shapes.append(given[-1].shapes) or iter([checked]))
+    monkeypatch.setattr(
+        bench_grammar.grammar_speed, "run", lambda *given, grammar: libraries.append(grammar) or iter([timed])
+    )
     code, _, _ = run(capsys, monkeypatch, "bench", "grammar", "--new-tokens", 4, "--out", tmp_path)
     (file,) = tmp_path.glob("grammar_135m_*.json")
     assert code == 0 and json.loads(file.read_text())["rows"] == [checked, timed]
+    for draft in ("lookup", "none"):
+        code, _, _ = run(
+            capsys, monkeypatch, "bench", "grammar", "--new-tokens", 4, "--draft", draft, "--library", "xgrammar"
+        )
+    assert [list(map(str, own)) for own in shapes] == [["3:1:4", "4:4:16"], ["3:1:4"], ["plain"]]
+    assert libraries == ["auto", "xgrammar", "xgrammar"]
 
 
 def test_masks_of_strings_of_a_length_are_those_of_single_tokens():

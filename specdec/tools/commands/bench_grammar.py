@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import typer
 
-from specdec import shipped
 from specdec.tools.commands.choices import OnTarget, Recorded, Row, draft_of, listed, name_of_target, numbers
 from specdec.tools.measure import grammar, grammar_speed
 from specdec.tools.measure.drafts import DraftShape
@@ -28,7 +27,7 @@ class BenchGrammar(OnTarget, Recorded):
     draft: str = option("Folder, Hub id, shipped name, lookup or none; default: the shipped EAGLE-3.", "shipped")
     schemas: int = option("Random schemas; 0: none.", 60, min=0)
     seed: int = option("Of the schemas.", 0)
-    shape: list[str] | None = option("S:K:D; default 3:1:4,4:4:16.")
+    shape: list[str] | None = option("S:K:D; default 3:1:4,4:4:16; of lookup 3:1:4, of none plain.")
     batches: list[str] | None = option("Requests decoded together; default 8.")
     temperature: list[str] | None = option("Default 0,1.")
     max_new_tokens: int = option("Tokens to emit at most.", 160)
@@ -39,14 +38,13 @@ class BenchGrammar(OnTarget, Recorded):
     random: str | None = option("Random weights of a named shape such as 8b, with the target's tokenizer; only timed.")
 
     def run(self) -> None:
-        shapes = [DraftShape.parse(text) for text in listed(self.shape, "3:1:4,4:4:16")]
+        draft: tuple[Any, str | None] = draft_of(self.draft)
+        usual = {None: "plain", "lookup": "3:1:4"}.get(draft[1], "3:1:4,4:4:16")
+        shapes = [DraftShape.parse(text) for text in listed(self.shape, usual)]
         batches = numbers("batches", self.batches, 1) or (8,)
         temperatures = [float(text) for text in listed(self.temperature, "0,1")]
         plan = grammar.Plan(shapes, batches, temperatures, self.max_new_tokens, self.seconds, self.library, self.bits)
         model, tokenizer = self.load()
-        draft: tuple[Any, str | None] = draft_of(self.draft)
-        if self.draft == "shipped":
-            draft = (shipped.path(), "auto")
         if self.random is not None:
             if self.schemas:
                 raise ValueError("--random with --schemas: random weights answer nothing; give --schemas 0")
@@ -62,7 +60,9 @@ class BenchGrammar(OnTarget, Recorded):
             if self.schemas:
                 yield from grammar.run(model, tokenizer, draft, make_cases(self.schemas, tokenizer, self.seed), plan)
             if self.new_tokens:
-                yield from grammar_speed.run(model, tokenizer, draft, shapes, batches, self.new_tokens)
+                yield from grammar_speed.run(
+                    model, tokenizer, draft, shapes, batches, self.new_tokens, grammar=self.library
+                )
 
         rows = self.record(file, measured(), lambda row: _timed(row) if "speed" in row else _checked(row))
         self.finish({"rows": rows}, file.name)

@@ -54,7 +54,7 @@ def run(
     common |= {"max_prefill_tokens": 2048, **settings}
     plain: list[RequestOutput] = []
     grammars: list[CompiledGrammar] = []
-    for shape in (DraftShape(), *plan.shapes):
+    for shape in dict.fromkeys((DraftShape(), *plan.shapes)):
         source, algo = draft if shape.steps else (None, None)
         laws = plan.temperatures if shape.steps else (0.0,)
         kind = "sampled" if any(laws) else "greedy"
