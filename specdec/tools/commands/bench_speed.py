@@ -82,7 +82,7 @@ class Latency(Timing):
         ALGOS[0],
     )
     prompts: Path | None = option("JSON lines; default: random token ids.")
-    limit: int | None = option("Prompts to read from the file.")
+    limit: int | None = option("Prompts to read from the file.", min=1)
     label: str = option("Of these rows, such as before or after.", "now")
     batches: list[str] | None = option("Prompts at once, such as 1,8,32.")
     tokens: list[str] | None = option("Prompt lengths, such as 128,8192.")
@@ -111,6 +111,8 @@ class Latency(Timing):
         options |= {name: tuple(listed(getattr(self, name))) or None for name in ("modes", "drafts", "samplings")}
         plan = Plan.of(self._grid(where), **options)
         longest = None
+        if self.prompts is not None and (listed(self.tokens) or listed(self.ttft_tokens)):
+            raise ValueError("--tokens or --ttft-tokens with --prompts: their lengths are their own; drop one")
         if self.shape is not None:
             check_alone(self.shape, target=self.target, draft=self.draft, prompts=self.prompts)
             if self.algo not in ALGOS and not block_layers(self.algo):
@@ -185,8 +187,8 @@ class Peers(Timing):
     def run(self) -> None:
         where = device_of(self.device)
         is_large = where.startswith("cuda")
-        num = at_least("limit", self.limit or (32 if is_large else 4))
-        length = at_least("new-tokens", self.new_tokens or (128 if is_large else 32))
+        num = at_least("limit", (32 if is_large else 4) if self.limit is None else self.limit)
+        length = at_least("new-tokens", (128 if is_large else 32) if self.new_tokens is None else self.new_tokens)
         few, tokens = at_least("few", self.few), at_least("tokens", self.tokens)
         logging.set_verbosity_error()
         getLogger("ContinuousBatchingLogger").setLevel(ERROR)  # warns of what is meant here
