@@ -142,6 +142,7 @@ def test_shapes():
         (("--temperature", "-1"), "--temperature '-1'"),
         (("--temperature", "warm"), "--temperature 'warm'"),
         (("--shape", ","), "--shape ',': expected one at least"),
+        (("--draft", "lookup", "--shape", "2:1:3,2:2:5"), "--draft lookup with --shape 2:2:5: it drafts chains"),
         (("--prompts", "missing.jsonl"), "missing.jsonl"),
         (("--draft", "./missing"), "no such folder"),
     ],

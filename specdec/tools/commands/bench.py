@@ -94,7 +94,9 @@ class Acceptance(OnTarget, Recorded):
             )
         questions = {name: self._questions(text) for name, text in by_name(listed(self.prompts), "stem").items()}
         drafts = _drafts(listed(self.draft, SHIPPED))
-        for folder, _algo in drafts.values():
+        for folder, algo in drafts.values():
+            if algo == "lookup" and (trees := [str(one) for one in shapes if one.topk > 1]):
+                raise ValueError(f"--draft lookup with --shape {','.join(trees)}: it drafts chains; drop one")
             if folder is not None:
                 detect_algo(folder)  # so that a mistyped path does not wait for the target to load
         model, tokenizer = self.load()
