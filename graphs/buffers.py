@@ -64,8 +64,11 @@ class StaticBuffers:
         Inputs may be in pinned host memory. ValueError for wrong names, shapes or dtypes.
         """
         for name, value in self.check(inputs, num).items():
-            if value.data_ptr() != self.tensors[name].data_ptr():
-                self._rows(name, 0, num).copy_(value, non_blocking=True)
+            own = self._rows(name, 0, num)
+            if value.data_ptr() != own.data_ptr():
+                own.copy_(value, non_blocking=True)
+            elif value.stride() != own.stride():  # another view of the buffer, such as its transpose
+                own.copy_(value.clone())
             if num < size and self.specs[name].axis is not None:
                 self._rows(name, num, size).fill_(self.specs[name].pad)
 

@@ -125,6 +125,19 @@ def test_what_lay_in_the_buffers_before_changes_nothing():
         assert not bool(toy.seen[:num].isnan().any())
 
 
+def test_an_input_that_is_the_buffer_itself_is_read_as_it_is_seen():
+    shared = torch.arange(9.0, device=DEVICE).view(3, 3)
+    square = BufferSpec("square", lambda n: (3, 3), torch.float32, pad=0, axis=None)
+    setup = Setup(pick_capture(True, DEVICE), Counters(), DEVICE, (2,), shared={"square": shared})
+    runner = GraphRunner("toy", lambda variant, x, square: x @ square, [X, square], setup)
+    build([runner], setup.capture, lower="something")
+    x = x_of(2)
+    for view in (shared, shared.t()):
+        shared.copy_(torch.arange(9.0).view(3, 3))
+        expected = x @ view.clone()
+        assert torch.equal(runner("", {"x": x, "square": view}), expected)
+
+
 def test_hints_reach_eager_runs_only():
     runner, _, counters = make()
     assert torch.equal(runner("", {"x": x_of(2)}, scale=2.0).total, x_of(2).sum(1))
