@@ -43,10 +43,14 @@ class StaticBuffers:
         shared: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ):
         """largest: requests or tokens of the largest bucket. shared: tensors to use as buffers, by name; an input that
-        is already in its buffer is not copied. ValueError for names that repeat."""
+        is already in its buffer is not copied. ValueError for names that repeat, and for a shared tensor of another
+        dtype or device, or smaller than its buffer."""
         self.specs = {s.name: s for s in specs}
         if len(self.specs) != len(specs):
             raise ValueError(f"inputs {[s.name for s in specs]}: expected names that differ")
+        for spec in specs:
+            if spec.name in shared:
+                _check_shared(spec, shared[spec.name], spec.shape(largest), device)
         self.tensors = {
             s.name: shared[s.name]
             if s.name in shared
@@ -91,3 +95,16 @@ class StaticBuffers:
     def _rows(self, name: str, begin: int, end: int) -> torch.Tensor:
         axis = self.specs[name].axis
         return self.tensors[name] if axis is None else self.tensors[name].narrow(axis, begin, end - begin)
+
+
+def _check_shared(spec: BufferSpec, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ValueError for a tensor that cannot be the buffer of `spec`; along its axis it may be longer."""
+    fits = tensor.dtype == spec.dtype and tensor.device.type == device.type and tensor.dim() == len(shape)
+    if fits and spec.axis is not None:
+        tensor = tensor.narrow(spec.axis, 0, min(shape[spec.axis], tensor.shape[spec.axis]))
+    if fits and tensor.shape == torch.Size(shape):
+        return
+    raise ValueError(
+        f"the tensor shared as input {spec.name!r} is {tensor.dtype} of shape {tuple(tensor.shape)} on "
+        f"{tensor.device}: expected {spec.dtype} of shape {shape} on {device}"
+    )

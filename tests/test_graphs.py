@@ -199,6 +199,10 @@ def test_mistakes_in_a_setup_are_named():
         BufferSpec("x", lambda n: (n,), torch.int64, pad=0.5)
     with pytest.raises(ValueError, match=r"pad=1099511627776 of input 'x': too large for torch.int32"):
         BufferSpec("x", lambda n: (n,), torch.int32, pad=1 << 40)
+    for wrong in (torch.zeros(8, 3).double(), torch.zeros(4, 3), torch.zeros(8, 2), torch.zeros(8)):
+        setup = Setup(RecordedCapture(), Counters(), torch.device("cpu"), BUCKETS, shared={"x": wrong})
+        with pytest.raises(ValueError, match=r"shared as input 'x' is .*expected torch.float32 of shape \(8, 3\)"):
+            GraphRunner("toy", Toy(Counters()), [X], setup)
     with pytest.raises(ValueError, match="device='cpu': CUDA graphs need a CUDA device; use RecordedCapture"):
         FullCapture(torch.device("cpu"))
     for buckets in (batch_buckets, token_buckets):
