@@ -1,5 +1,6 @@
 """Static input buffers of captured graphs: declared, allocated once, filled and padded before every replay."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,6 +28,8 @@ class BufferSpec:
             stored = torch.tensor(self.pad, dtype=self.dtype, device="cpu").item()  # on the host: no sync
         except RuntimeError as error:
             raise ValueError(f"pad={self.pad!r} of input {self.name!r}: too large for {self.dtype}") from error
+        if self.dtype.is_floating_point and torch.finfo(self.dtype).max < abs(self.pad) < math.inf:
+            raise ValueError(f"pad={self.pad!r} of input {self.name!r}: too large for {self.dtype}")
         if stored != self.pad and not self.dtype.is_floating_point:
             held = f"{self.dtype} holds {stored!r} instead"
             raise ValueError(f"pad={self.pad!r} of input {self.name!r}: {held}; pass a value that it can hold")

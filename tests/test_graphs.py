@@ -199,6 +199,8 @@ def test_mistakes_in_a_setup_are_named():
         BufferSpec("x", lambda n: (n,), torch.int64, pad=0.5)
     with pytest.raises(ValueError, match=r"pad=1099511627776 of input 'x': too large for torch.int32"):
         BufferSpec("x", lambda n: (n,), torch.int32, pad=1 << 40)
+    with pytest.raises(ValueError, match=r"pad=70000.0 of input 'x': too large for torch.float16"):
+        BufferSpec("x", lambda n: (n,), torch.float16, pad=7e4)
     for wrong in (torch.zeros(8, 3).double(), torch.zeros(4, 3), torch.zeros(8, 2), torch.zeros(8)):
         setup = Setup(RecordedCapture(), Counters(), torch.device("cpu"), BUCKETS, shared={"x": wrong})
         with pytest.raises(ValueError, match=r"shared as input 'x' is .*expected torch.float32 of shape \(8, 3\)"):
