@@ -196,6 +196,7 @@ def test_gated_norms_equal_their_twin_whatever_the_strides_of_the_gate(dtype):
     assert_close(ours, ops.gated_rms_norm.twin(x, gate, weight, 1e-3), steps=3)
     assert norms.gated_rms_norm(x, gate.contiguous(), weight, 1e-3).equal(ours)
     assert norms.gated_rms_norm(x[:4].contiguous(), gate[:1, :1], weight, 1e-3).equal(ours[:4])
+    assert norms.gated_rms_norm(x[:0], gate[:, :, :0], weight, 1e-3).shape == x[:0].shape
     flat = gate.transpose(1, 2)
     assert_close(norms.gated_rms_norm(x, flat, weight, 1e-3), ops.gated_rms_norm.twin(x, flat, weight, 1e-3), steps=3)
 

@@ -137,13 +137,13 @@ def add_rms_norm(
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `specdec.backends.linear.gated_rms_norm`."""
-    num_tokens = gate.numel() // gate.shape[-2:].numel() if gate.dim() > 2 else gate.shape[0]  # of heads each, or rows
-    x, (gate, rows) = x.contiguous(), in_rows(gate)
+    x, (strided, rows) = x.contiguous(), in_rows(gate)
     out, H = torch.empty_like(x), x.shape[-1]
     num_rows, block = x.numel() // H, next_power_of_2(H)
     together = max(WIDE // 2 // block, 1)
     if num_rows:
-        args = x, gate, weight, out, num_rows, *rows, eps
+        num_tokens = gate.numel() // gate.shape[-2:].numel() if gate.dim() > 2 else gate.shape[0]  # of heads, or rows
+        args = x, strided, weight, out, num_rows, *rows, eps
         constants = {"H": H, "ROWS": together, "BLOCK": block}
         _gated_norm_kernel[(cdiv(num_rows, together),)](*args, **constants, **early_and_leading(num_tokens))
     return out
