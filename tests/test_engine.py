@@ -110,6 +110,14 @@ def test_a_nan_row_ends_its_request_alone():
     engine.check_integrity()
 
 
+def test_bans_that_leave_no_token_are_named():
+    model = tiny_model("llama")
+    with specdec.attach(model) as engine:
+        with pytest.warns(UserWarning, match="not finite after 1 tokens, or its bans leave no token"):
+            out = engine.generate([[3, 4]], suppress_tokens=range(1, VOCAB), no_repeat_ngram_size=1, max_new_tokens=4)
+        assert out.finish_reasons == ["error"] and out.tokens == [[0]]
+
+
 @pytest.mark.parametrize("shape", [{"num_steps": 3}, {"num_steps": 3, "topk": 3}])
 def test_sampled_text_does_not_depend_on_the_batch(shape):
     model, prompts = tiny_model("llama"), ragged_prompts()

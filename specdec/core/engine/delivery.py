@@ -86,8 +86,8 @@ class Delivery:
         request.finish_reason = "error"
         self._scheduler.forget_prefixes()  # its prompt's K/V may be in there
         message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
-        if request.constraint is not None and request.sampling.has_processors:
-            message += ", or its grammar and its bans leave no token"
+        if request.sampling.has_processors:
+            message += f", or its {'grammar and its ' * (request.constraint is not None)}bans leave no token"
         warnings.warn(message, stacklevel=8)
 
 
