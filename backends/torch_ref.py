@@ -101,10 +101,11 @@ class TorchBackend(AttentionBackend):
         assert plan is not None
         bs, kv_len = plan.kv_slots.shape
         slots = plan.kv_slots.view(-1)
-        shape = (bs, kv_len, layer.num_kv_heads, -1)
-        keys = pool.k[layer_id].index_select(0, slots).view(shape).transpose(1, 2)
-        values = pool.v[layer_id].index_select(0, slots).view(shape).transpose(1, 2)
-        rows = q[plan.pad] if plan.pad is not None else q.reshape(bs, -1, *q.shape[1:])  # [bs, q_len, Hq, qk_dim]
+        keys, values = (
+            cache[layer_id].index_select(0, slots).unflatten(0, (bs, kv_len)).transpose(1, 2)
+            for cache in (pool.k, pool.v)
+        )
+        rows = q[plan.pad] if plan.pad is not None else q.unflatten(0, plan.q_pos.shape)  # [bs, q_len, Hq, qk_dim]
         result = _attend(rows, keys, values, plan.mask_for(layer), layer, sinks)
         result = result.reshape(-1, *result.shape[2:])
         out.copy_(result if plan.unpad is None else result[plan.unpad])
@@ -130,15 +131,14 @@ def _attend(
 
     Query heads of one KV head are laid side by side as further queries, so K/V are never repeated.
     """
-    bs, q_len, num_heads, _ = q.shape
-    group = num_heads // layer.num_kv_heads
-    grouped = q.view(bs, q_len, layer.num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    q_len, group = q.shape[1], q.shape[2] // layer.num_kv_heads
+    grouped = q.unflatten(2, (layer.num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     wide_mask = mask.unsqueeze(1).expand(-1, group, -1, -1).flatten(1, 2).unsqueeze(1)  # [bs, 1, group*q, kv]
     if layer.softcap is None and sinks is None:
         result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=wide_mask, scale=layer.scaling)
     else:
         result = _softmax_attention(grouped, k, v, wide_mask, layer, sinks, q_len)
-    return result.view(bs, layer.num_kv_heads, group, q_len, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return result.unflatten(2, (group, q_len)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _softmax_attention(

@@ -747,3 +747,13 @@ def test_a_call_of_other_tokens_than_the_plan_is_refused(num_tokens):
     pool = KVPool([layer.shape], 9, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=rf"q of layer 0 has {num_tokens} tokens, the forward's plan 5"):
         backend.run(AttentionCall(q, k, k, torch.empty_like(q), pool, 0, layer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gqa", "sinks"])
+def test_a_forward_without_requests_gives_nothing(name, kind):
+    setup = Setup(LAYERS[name], kind)
+    setup.rows, setup.lens = setup.rows[:0], setup.lens[:0]
+    for q_len in (1, 3):
+        _, out = setup.run(setup.uniform(q_len))
+        assert out.shape == (0, setup.layer.num_heads, setup.layer.v_dim)
