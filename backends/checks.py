@@ -70,10 +70,11 @@ def check_call(call: Any, num_tokens: int) -> None:
                 f"{like.device}, as the pool"
             )
     for table in call.rope[:2] if call.rope is not None else ():
-        if table.dim() != 2 or table.shape[0] != num_tokens or table.shape[1] > layer.qk_dim:
+        is_wrong = table.dim() != 2 or table.shape[0] != num_tokens or table.shape[1] > layer.qk_dim
+        if is_wrong or table.shape[1] % 2 or table.shape != call.rope.cos.shape:
             raise ValueError(
                 f"a rope table of layer {call.layer_id} is {list(table.shape)}: expected [{num_tokens}, R] with R of "
-                f"{layer.qk_dim} at most"
+                f"{layer.qk_dim} at most, even, and the same for cos and sin"
             )
 
 

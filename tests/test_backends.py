@@ -608,13 +608,15 @@ def test_calls_that_do_not_fit_their_layer(kind):
 
     assert run().shape == q.shape
     table = torch.ones(3, 2 * layer.qk_dim, device=DEVICE)
-    short, wide = table[:2, : layer.qk_dim], table
+    short, wide, odd, half = table[:2, : layer.qk_dim], table, table[:, :3], table[:, :8]
     told = {
         r"q of layer 0 is \[3, \d+, \d+\]: expected \[T, ": {"q": q.repeat(1, 2, 1)},
         r"k of layer 0 is .*with T=3, as many tokens as q": {"k": k[:2]},
         "v of layer 0 is torch.float64 on .*: expected torch.float32 on .*, as the pool": {"v": k.double()},
         r"a rope table of layer 0 is \[2, \d+\]: expected \[3, R\]": {"rope": Rope(short, short)},
         r"a rope table of layer 0 is \[3, \d+\]: expected \[3, R\] with R of": {"rope": Rope(wide, wide)},
+        r"a rope table of layer 0 is \[3, 3\]: expected .* even": {"rope": Rope(odd, odd)},
+        r"a rope table of layer 0 is \[3, 4\]: expected .* the same for cos": {"rope": Rope(half, half[:, :4])},
         "layer_id=1: expected one of the context's 1 layers": {"layer_id": 1},
     }
     for message, wrong in told.items():
