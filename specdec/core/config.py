@@ -45,7 +45,8 @@ class EngineConfig:
 
     num_steps S: draft depth, tokens on the longest drafted path (0 without a draft). "auto": every round takes the
         shape with the most expected tokens per ms, as measured at attach and since: no draft, a chain of one of
-        `auto_steps`, or the tree if topk > 1. S is then the longest. The emitted text does not depend on it.
+        `auto_steps`, or the tree if topk > 1. S is then the longest. Greedy text does not depend on it; sampled text
+        keeps its distribution, but depends on when shapes changed, not only on its seed.
     topk K: branches kept per step; 1 drafts a chain.
     num_draft_tokens D: nodes verified per request and round, root included; a chain has S+1.
     auto_steps: lengths of the chains that num_steps="auto" chooses among, (1, 3, 5) unless given; None: S is fixed.

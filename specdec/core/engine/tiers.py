@@ -1,7 +1,7 @@
 """The tiers of an engine, shapes of rounds with graphs of their own, and the choice of the next round's tier.
 
 With num_steps="auto" a `Policy` chooses, from the times and emitted tokens of rounds, which it learns one launch late.
-Otherwise there is one tier. The emitted text does not depend on the choice.
+Otherwise there is one tier. Neither greedy text nor the distribution of sampled text depends on the choice.
 """
 
 from collections.abc import Sequence
