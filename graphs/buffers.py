@@ -71,11 +71,11 @@ class StaticBuffers:
         Inputs may be in pinned host memory. ValueError for wrong names, shapes or dtypes.
         """
         for name, value in self.check(inputs, num).items():
-            own = self._rows(name, 0, num)
-            if value.data_ptr() != own.data_ptr():
-                own.copy_(value, non_blocking=True)
-            elif value.stride() != own.stride():  # another view of the buffer, such as its transpose
-                own.copy_(value.clone())
+            buffer = self.tensors[name]
+            if value.data_ptr() != buffer.data_ptr():
+                self._rows(name, 0, num).copy_(value, non_blocking=True)
+            elif value.stride() != buffer.stride():  # another view of it, such as its transpose
+                self._rows(name, 0, num).copy_(value.clone())
             if num < size and self.specs[name].axis is not None:
                 self._rows(name, num, size).fill_(self.specs[name].pad)
 
