@@ -50,8 +50,8 @@ class Watch:
 
     Detected: parameters and buffers that were replaced, moved (`.to()`, `.data =`), converted or written in place, by
     optimizers too; submodules, hooks and forwards that were replaced; other values of plain attributes, and of those of
-    configs. Additions count only for hooks, forwards and configs, since no existing code reads others. Not detected:
-    writes through `.data` or `numpy()`, or by kernels unknown to PyTorch.
+    configs. Additions count only for hooks, forwards, configs and what an `nn.Sequential` runs, since no existing code
+    reads others. Not detected: writes through `.data` or `numpy()`, or by kernels unknown to PyTorch.
     free: modules to leave out; tensors: further tensors whose writes count, by name; neutral: names of attributes that
     do not affect a forward; passive: the same for hooks, by their names or Python modules.
     """
@@ -181,9 +181,11 @@ class Watch:
             for hooks in HOOKS:
                 if self._active(then[hooks]) != self._active(now[hooks]):
                     yield Change(ChangeKind.HOOKS, f"{name}{hooks.strip('_')}", "other hooks", owner, hooks, None)
-            for key, module in then["_modules"].items():
-                if now["_modules"].get(key) is not module:
-                    yield Change(ChangeKind.MODULE, f"{name}{key}", "another module", owner, key, module)
+            added = now["_modules"] if isinstance(owner, nn.Sequential) else ()
+            for key in dict.fromkeys([*then["_modules"], *added]):
+                before = then["_modules"].get(key)
+                if now["_modules"].get(key) is not before:
+                    yield Change(ChangeKind.MODULE, f"{name}{key}", "another module", owner, key, before)
         for key in dict.fromkeys([*then, *(["forward"] if isinstance(owner, nn.Module) else now)]):
             before, after = then.get(key, GONE), now.get(key, GONE)
             if key in OWN or key in self._neutral or _is_as_it_was(before, after):

@@ -157,6 +157,15 @@ def test_a_dropped_watch_leaves_no_hook_behind():
     assert len(_global_optimizer_post_hooks) == before
 
 
+def test_what_a_sequential_gets_counts_and_what_a_list_gets_does_not():
+    root = nn.ModuleDict({"runs": nn.Sequential(nn.Linear(2, 2)), "holds": nn.ModuleList([nn.Linear(2, 2)])})
+    watch = Watch({"": root})
+    root["holds"].append(nn.Linear(2, 2))
+    assert not watch.changes()
+    root["runs"].append(nn.ReLU())
+    assert [str(change) for change in watch.changes()] == ["runs.1 (another module)"]
+
+
 def test_a_look_at_a_model_of_many_modules_runs_no_python_loop():
     """It comes before every call of `generate`: 0.2 ms for the 423 modules of an 8B."""
     model = tiny_model("llama")
