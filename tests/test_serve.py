@@ -208,6 +208,14 @@ def test_complete_texts_are_logged_for_training(words, tmp_path):
     assert texts == {(7, 8, 9): answers[0]["text"][1:], (10, 11): answers[1]["text"][1:]}
 
 
+def test_a_log_that_cannot_be_written_to_fails_no_request(words):
+    asked = {"model": NAME, "prompt": [7, 8, 9], "max_tokens": 5, "temperature": 0}
+    told = pytest.warns(UserWarning, match="No space left on device: nothing is logged from now on")
+    with told as warned, open("/dev/full", "a") as log, serving(words.engine, log=log) as served:
+        answers = [served.http.post("/v1/completions", json=asked) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200] and len(warned) == 1
+
+
 def test_what_ends_a_text(words):
     whole = words.engine.generate(CHAT, max_new_tokens=10).requests[0]
     stop = whole.text[len(whole.text) // 2 :][:4]

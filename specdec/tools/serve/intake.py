@@ -5,6 +5,7 @@ Knows neither HTTP nor JSON.
 
 import asyncio
 import json
+import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TextIO
@@ -135,7 +136,14 @@ class Intake:
 
     def _write(self, text: Text) -> None:
         ids = {"prompt_token_ids": list(text.prompt_ids), "token_ids": text.tokens}
-        print(json.dumps(ids), file=self._log, flush=True)
+        try:
+            print(json.dumps(ids), file=self._log, flush=True)
+        except OSError as error:  # such as a full disk; the client has its text all the same
+            assert self._log is not None
+            with suppress(OSError):
+                self._log.close()
+            self._log = None
+            warnings.warn(f"--log: {error}: nothing is logged from now on", stacklevel=2)
 
     def _end_all(self) -> None:
         for call in list(self._calls):
