@@ -173,20 +173,18 @@ def _loaded(model: PreTrainedModel, stack: nn.Module, name: str) -> dict[nn.Modu
     }
 
 
-def _renamed(model: PreTrainedModel, path: str) -> str:
-    """Return what transformers calls a layer that older releases, and adapters made with them, called `path`."""
-    renamings = [way for way in get_model_conversion_mapping(model) if isinstance(way, WeightRenaming)]
-    return rename_source_key(f"{path}.weight", renamings, [])[0].removesuffix(".weight")
-
-
 def _placed(
     model: PreTrainedModel, stack: nn.Module, name: str, read: Mapping[str, LowRank]
 ) -> dict[nn.Module, LowRank]:
     """Return what was `read` by the layers of `model` that it is for; ValueError for one that does not fit."""
     modules, inside = dict(model.named_modules()), {*stack.modules()}
+    renamings: list[Any] = []  # of layers since older releases of transformers, which named those in the file
+    if not read.keys() <= modules.keys():
+        renamings = [way for way in get_model_conversion_mapping(model) if isinstance(way, WeightRenaming)]
     found: dict[nn.Module, LowRank] = {}
     for path, low in read.items():
-        layer = modules.get(path) or modules.get(_renamed(model, path))
+        renamed = rename_source_key(f"{path}.weight", renamings, [])[0].removesuffix(".weight")
+        layer = modules.get(path, modules.get(renamed))
         base: Any = layer.base_layer if layer is not None and _is_lora(layer) else layer
         if layer not in inside or not _is_linear(base):
             what = "which the model does not have" if layer is None else WRONG_PLACE

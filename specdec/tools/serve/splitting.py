@@ -50,7 +50,7 @@ class Splitter:
         self._rest = ""
         self._has_content = self._strips = False  # after a mark, space is dropped
         self._scan = JSONScan()
-        self.num_calls = 0
+        self._num_calls = 0
 
     def feed(self, text: str, is_last: bool) -> list[Part]:
         """Return the parts that have become certain; all the rest with the last piece."""
@@ -63,7 +63,7 @@ class Splitter:
     @property
     def has_calls(self) -> bool:
         """Return whether there are calls, the last one of which is whole: a stop string may end its arguments."""
-        return self.num_calls > 0 and self._mode is not _Mode.ARGUMENTS
+        return self._num_calls > 0 and self._mode is not _Mode.ARGUMENTS
 
     def _split(self, is_last: bool) -> Iterator[Part]:
         steps = {_Mode.TEXT: self._text, _Mode.THOUGHT: self._thought, _Mode.ARGUMENTS: self._arguments}
@@ -90,8 +90,8 @@ class Splitter:
 
     def _call(self, name: str) -> Part:
         self._scan, self._mode = JSONScan(), _Mode.ARGUMENTS
-        self.num_calls += 1
-        return Part("call", name, self.num_calls - 1)
+        self._num_calls += 1
+        return Part("call", name, self._num_calls - 1)
 
     def _next_call(self, is_last: bool) -> Iterator[Part]:
         assert self._next is not None
@@ -130,7 +130,7 @@ class Splitter:
                 return
             raw, self._rest = (self._rest, "") if end < 0 else (self._rest[:end], self._rest[end:])
             self._mode = _Mode.TAIL
-            yield Part("arguments", gemma_arguments(raw), self.num_calls - 1)
+            yield Part("arguments", gemma_arguments(raw), self._num_calls - 1)
             return
         if not self._scan.is_begun:
             self._rest = self._rest.lstrip()
@@ -138,7 +138,7 @@ class Splitter:
         text, self._rest = self._rest[:count], self._rest[count:]
         if self._scan.is_over:
             self._mode = _Mode.TAIL
-        yield Part("arguments", text, self.num_calls - 1)
+        yield Part("arguments", text, self._num_calls - 1)
 
     def _skip_tail(self, is_last: bool) -> Iterator[Part]:
         assert self._tail is not None
