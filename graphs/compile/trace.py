@@ -18,6 +18,7 @@ from specdec.graphs.compile.layers import Layers, number, write_out
 from specdec.graphs.compile.merge import MergedWeights, merge_linears
 from specdec.graphs.compile.pieces import Counts, compile_pieces, cut
 from specdec.graphs.compile.record import Fakes
+from specdec.graphs.compile.tail import hoist_outputs, let_last_run_on_rows, on_rows
 from specdec.graphs.compile.walk import walk, why
 from specdec.graphs.once import is_once
 
@@ -43,14 +44,16 @@ class Traced:
         self._merged = MergedWeights(groups, self._args)
         self._merged.join()
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
-        args = self._args.copy()
+    def __call__(self, *inputs: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """rows [n] int64: all that is read of outputs that depend on the last op of `split_at`; others may be zero."""
+        args, num_tokens = self._args.copy(), inputs[0].shape[0]
         for size in self._sizes:
-            args[size] = inputs[0].shape[0]
+            args[size] = num_tokens
         for place, value in zip(self._places, inputs, strict=True):
             if place is not None:  # an input that the callable does not use is not an argument of its graph
                 args[place] = value
-        return self._once(*args) if is_once() else self._split(*args)
+        with on_rows(rows, num_tokens):
+            return self._once(*args) if is_once() else self._split(*args)
 
     def release(self) -> None:
         """Give joined weights their own storage again; the callable cannot be called afterwards."""
@@ -127,9 +130,11 @@ def trace(
     groups = merge_linears(graph, args)
     try:
         rewrite(graph)
+        hoist_outputs(graph, split_at)
         graph.graph.lint()
         chain = cut(graph, split_at)
         counts = compile_pieces(chain, args, groups, inputs, split_at, compiler, largest, progress)
+        let_last_run_on_rows(chain, split_at)
     except Exception as error:
         raise GraphError(f"it cannot be traced and compiled as one graph: {why(error)}") from error
     return Traced(chain, args, groups, counts, inputs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from specdec.backends.op import rows_read
 from specdec.backends.rope import Rope
 from specdec.core.batch import ForwardMode
 from specdec.core.draft.drafting import Output, SteppingWorker
@@ -50,7 +51,8 @@ class HeadWorker(SteppingWorker):
     ) -> Output:
         assert hidden is not None, "a head reads states"
         if module in self.compiled:
-            made = self.compiled[module](ids.contiguous(), positions, hidden.contiguous())
+            rows = rows_read() if self.num_modules == 1 else None  # a next module reads all
+            made = self.compiled[module](ids.contiguous(), positions, hidden.contiguous(), rows=rows)
         else:
             with self.head.routed():
                 made = self.run_live(ids, positions, hidden, module)

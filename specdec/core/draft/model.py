@@ -22,8 +22,8 @@ MAX_MERGED_NGRAM = 16  # tokens of a match; the longer it is, the likelier what 
 class Compiled(Protocol):
     """A traced part of a draft."""
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Do what the live method does that was traced."""
+    def __call__(self, *inputs: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Do what the live method does that was traced. rows: see `backends.op.rows_read`."""
 
     def release(self) -> None:
         """Give joined weights their own storage again."""

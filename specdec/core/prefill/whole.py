@@ -93,7 +93,8 @@ class WholeProgram:
         chunk = replace(chunk, next_ids=_with_first(chunk, is_done, first_tokens(packed)))
         states = aux
         if worker.prefills:
-            states = self._draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
+            ids = chunk.next_ids if worker.id_shift else chunk.ids
+            states = self._draft(chunk.metadata, ids, aux, last_rows=chunk.last_rows)
         states = worker.finish_prefill(chunk, states, self._draft)
         if worker.has_begin:
             self._round.begin(done_rows, states)
@@ -113,7 +114,7 @@ class WholeProgram:
         chunk = PrefillChunk(metadata, rows, ids, next_ids, last_rows)
         if self._parts.worker.reads_history:
             self._round.take_prompts(chunk)
-        with forward_context(self._uncounted, metadata, self._before_layer):
+        with forward_context(self._uncounted, metadata, self._before_layer, last_rows):
             hidden, aux = target.layers(ForwardMode.EXTEND, ids, metadata.positions)
         return chunk, done_rows, target.head(hidden.index_select(0, last_rows)), aux
 
@@ -128,12 +129,17 @@ class WholeProgram:
             self._capture.divide()
 
     def _draft(
-        self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
+        self,
+        metadata: AttentionMetadata,
+        ids: torch.Tensor,
+        features: torch.Tensor | None,
+        module: int = 0,
+        last_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the draft's layers, or those of one of its modules; see `DraftWorker.prefill_layers`."""
         worker = self._parts.worker
         assert worker.context is not None
-        with forward_context(worker.context, metadata):
+        with forward_context(worker.context, metadata, rows=last_rows):
             return worker.prefill_layers(ids, metadata.positions, features, module)
 
 

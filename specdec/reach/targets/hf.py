@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from specdec.backends import ForwardContext, forward_context
 from specdec.backends.comm import Communicator
 from specdec.backends.differences import bound, distance
-from specdec.backends.op import adapter_scope
+from specdec.backends.op import adapter_scope, rows_read
 from specdec.backends.recurrent.state_pool import RecurrentOps, StatePool
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.cache.pool import LayerState
@@ -96,6 +96,7 @@ class HFTarget:
         if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
+        self._reads_end = False  # whether the draft reads what depends on the last attention
         self._taps = Taps()
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._last_position: int | None = None
@@ -198,7 +199,8 @@ class HFTarget:
             positions = positions.clamp(max=self._last_position)
         compiled = self.compiled.get(mode is ForwardMode.EXTEND)
         if compiled is not None:
-            hidden, aux = (*compiled(input_ids, positions), None)[:2]
+            rows = None if self._reads_end else rows_read()
+            hidden, aux = (*compiled(input_ids, positions, rows=rows), None)[:2]
         else:
             with self.routed():
                 hidden, aux = self.run_layers(input_ids, positions)
@@ -223,6 +225,8 @@ class HFTarget:
         if self.tapped and not self.spec.blocks:
             raise AttachError(type(self.model).__name__, [f"the draft reads layers {self.tapped}: {UNORDERED}"])
         self._taps = Taps([self.spec.blocks[i] for i in self.tapped])
+        attends = [i for i, block in enumerate(self.spec.blocks) if not self.spec.attending.isdisjoint(block.modules())]
+        self._reads_end = LAST in aux_layers or any(i >= attends[-1] for i in aux_layers)
 
     def run_layers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This is what gets traced."""
