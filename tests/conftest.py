@@ -62,7 +62,8 @@ def _attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def pytest_configure(config: pytest.Config) -> None:
     if "flashinfer" in (config.getoption("--attention") or ""):
         os.environ["SPECDEC_TEST_HEAD_DIM"] = "64"  # read when tests.tiny_models is imported
-    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    # Thousands of small operations: on a busy machine, threads that wait for each other take ten times as long.
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -117,15 +118,6 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     return str(request.param)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Thousands of small operations: on a busy machine, threads that wait for each other take ten times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

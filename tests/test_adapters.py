@@ -19,8 +19,6 @@ from tests.adapters import save_lora, with_lora
 from tests.image_models import image_model
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = [5, 17, 33, 64, 101, 12, 90, 7, 55, 23, 41]
 FILE = "adapter_model.safetensors"
 SETTINGS = {"max_batch": 1, "max_seq_len": 64}

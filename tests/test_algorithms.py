@@ -29,8 +29,6 @@ GRAPHS = {
     "graphs": {"cuda_graph": True, "prefill_graph": "breakable", "strict": False, "graph_sampling": KINDS},
 }
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def engine_of(model, algo, shape, **settings):
     draft = random_draft(model, algo).to(DEVICE)

@@ -27,8 +27,6 @@ SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 CENTROIDS = pytest.mark.parametrize("has_centroids", [False, True], ids=["plain", "centroids"])
 NUM_TOKENS = 8
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def pair_of(*args, **kwargs):
     return tuple(model.to(DEVICE) for model in pair(*args, **kwargs))

@@ -26,8 +26,6 @@ SHAPES = pytest.mark.parametrize("shape", [CHAINS, TREE], ids=["chains", "tree"]
 EVERY_ALGO = pytest.mark.parametrize("algo", [*ALGOS, MODULES])
 NUM_TOKENS = 60
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def engine_of(model, algo, shape=CHAINS, **settings):
     draft = () if algo == "lookup" else (random_draft(model, algo).to(DEVICE) if isinstance(algo, str) else algo,)

@@ -21,8 +21,6 @@ from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def prompt_file(path: Path, *questions: str) -> None:
     path.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions), "utf-8")

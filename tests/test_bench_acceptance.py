@@ -19,8 +19,6 @@ from tests.commands import run
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 QUESTIONS = (("w31 w32", "w33"), ("w34 w35 w36", "w37 w38"), ("w40", "w41"))
 CHAT = "{% for m in messages %}{{ ' w6 ' if m['role'] == 'user' else ' w7 ' }}{{ m['content'] }}{% endfor %} w5"
 

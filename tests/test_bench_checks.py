@@ -16,8 +16,6 @@ from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL = {"max_prefill_tokens": 64, "prefill_buckets": (16, 64)}
 
 

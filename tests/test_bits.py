@@ -15,7 +15,6 @@ from tests.heads import random_draft
 from tests.recurrent_models import CONFIGS
 from tests.tiny_models import random_weights, tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = {"plain": {}, "chain": {"num_steps": 2}, "tree": {"num_steps": 3, "topk": 2, "num_draft_tokens": 7}}
 SHAPES["auto"] = {**SHAPES["tree"], "num_steps": "auto", "auto_steps": (2, 3)}
 FORWARDS = {"plain": "batches of 2 x 1", "chain": "chains of 1 x 3, 2 x 3", "tree": "trees of 1 x 7, 2 x 7"}

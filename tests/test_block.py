@@ -35,8 +35,6 @@ KINDS = {
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def naive_states(head, model, tokens, num_steps):
     """Normed states [S, h_d] of the block after `tokens`, the last of which is its root, by one explicit softmax."""

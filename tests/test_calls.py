@@ -16,8 +16,6 @@ from tests.test_text import TOKENIZER
 from tests.test_threads import join
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUM_TOKENS = 16
 
 

@@ -25,8 +25,6 @@ from tests import layout_models as lm
 from tests.layout_heads import DEEPSEEK_NORMS, LLAMA3, MIMO_NORMS, Played, combine_tensors, load, target, under
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 JUNK = (
     *(None, True, False, 0, 1, 2, 3, 7, 32, 96, 4096, -1, -4, 2**31, 2**63, 10**30, 10**400),
     *(0.5, -1.0, 1e-300, 1e308, float("nan"), float("inf"), "", "yes", "32", "llama3", "\ud800"),

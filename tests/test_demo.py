@@ -27,8 +27,6 @@ from tests.commands import run
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

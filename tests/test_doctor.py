@@ -39,8 +39,6 @@ from tests.train_models import VOCAB, fresh, save_target, tiny_corpus, tiny_head
 NUM_NEW = 16  # tokens
 ALGOS = ("eagle", "eagle3", "nextn")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def model():
@@ -75,10 +73,7 @@ def good(model, corpus) -> dict[str, DraftHead]:
     for algo in ALGOS:
         head = tiny_head(model, VOCAB) if algo == "eagle3" else fresh(algo, model)
         settings = TrainConfig(num_steps=2, tokens_per_batch=512, max_steps=80, lr=5e-3, chunk_rows=256, log_every=500)
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
         Trainer(HeadObjective(model, head, settings), corpus, corpus).fit()
-        torch.set_num_threads(before)
         heads[algo] = head.eval().requires_grad_(False)
     return heads
 

@@ -30,7 +30,6 @@ from tests.test_round_graphs import past_prefill
 from tests.tiny_models import _BASE, ADMITTED, CONFIGS, VOCAB, tiny_model
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def llama_of(num_layers):

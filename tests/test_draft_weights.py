@@ -27,8 +27,6 @@ NUM_TOKENS = 16
 SHAPES = {"chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}}
 LAYER = LayerConfig(128, 256, 4, 2, 32)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def wide_model() -> Any:
     """A target in bf16 whose widths are multiples of 128."""

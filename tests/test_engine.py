@@ -13,9 +13,6 @@ from tests.tiny_models import VOCAB, tiny_model
 NUM_TOKENS = 30
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def oracle_engine(model, prompts, expected, **settings):
     engine = specdec.attach(model, random_head(model), **settings)
     texts = [p + e for p, e in zip(prompts, expected, strict=True)]

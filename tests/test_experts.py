@@ -35,8 +35,6 @@ ONE_BIT = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 # tokens, experts a token, columns, features: one row an expert, some, all rows by id, several blocks
 SHAPES = ((1, 2, 40, 24), (3, 3, 33, 140), (17, 2, 70, 33), (30, 3, 40, 50))
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def case(shape, dtype, is_transposed, has_bias, num_experts=E, seed=0):
     """x, ids with some of other ranks, weight, bias or None, is_transposed."""

@@ -9,7 +9,6 @@ from tests.test_attach import greedy
 from tests.test_scheduler import admitted, request_of, scheduler_of
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 MODEL = tiny_model("llama")
 
 

@@ -16,8 +16,6 @@ from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(
     ("subject", "nums"), [("attention", [100, 100]), ("hybrid", [50]), ("plain_hybrid", [50]), ("several_shapes", [50])]

@@ -34,7 +34,6 @@ vocabularies = pytest.importorskip("specdec.reach.grammars.vocabulary")
 Vocabulary, _Encoder = vocabularies.Vocabulary, vocabularies._Encoder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = tiny_tokenizer()
 WORDS = Vocabulary.of(TOKENIZER, VOCAB, frozenset([EOS]))
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}

@@ -25,7 +25,6 @@ TEMPLATE = (
     "{% endfor %} {% endfor %}w9"
 )
 ON = {"max_batch": 4, "max_seq_len": 100, "algo": "lookup", "num_steps": 2}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

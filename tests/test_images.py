@@ -26,7 +26,6 @@ CASES = [("gemma3", "triton"), *((kind, "chunks") for kind in FAMILIES)]
 CASES += [(kind, way) for kind in EVERY_WAY for way in WAYS if way not in ("chunks", "triton")]
 ON = {"max_batch": 4, "max_seq_len": 200}
 OPTIONS = {"max_new_tokens": 8, "ignore_eos": True, "do_sample": False}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

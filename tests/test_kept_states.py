@@ -15,7 +15,6 @@ from tests.test_attach import greedy
 from tests.test_pages import CHAIN, TREE, preempted
 from tests.test_prefix_cache import prompt_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOKENS, STEP = 6, 8
 SUBJECTS = [("qwen3_next", "eagle", CHAIN), ("mamba2", None, {}), ("qwen3_next", "standalone", TREE)]

@@ -38,8 +38,6 @@ LAYER = LayerSpec(4, 2, 16, 16, 0.25, window=20, softcap=30.0, has_sinks=True)
 FP32, BF16 = torch.float32, torch.bfloat16
 BOTH = [FP32, BF16]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def small(monkeypatch):

@@ -34,8 +34,6 @@ WAYS = {
     "compiled": {"compile": True, "compiler": "eager", "algo": "lookup", "num_steps": 2},
 }
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def latent_model(kind, **settings):
     if kind == "kimi_linear":

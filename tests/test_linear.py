@@ -29,8 +29,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter rounds bf16 to zero
 interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="of a GPU, tensor cores sum K in steps of 16")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def random(*shape, dtype=torch.bfloat16, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)

@@ -14,8 +14,6 @@ from specdec.core.errors import GraphError
 from tests.adapters import lora_layers, with_lora
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = [5, 17, 33, 64, 101, 12, 90, 7, 55, 23, 41]
 NUM_TOKENS = 6
 

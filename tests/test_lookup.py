@@ -15,7 +15,6 @@ from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 GRAPHS = {

@@ -16,8 +16,6 @@ from specdec.core.batch import ForwardMode
 from specdec.reach.targets.compiling.adapters import take_in_adapters
 from tests.test_linear import DEVICE, assert_close, random
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def weights(n, rank, K, sizes, dtype=torch.bfloat16):
     a = [random(n, rank, K, dtype=dtype, seed=i) / K**0.5 for i, _ in enumerate(sizes)]

@@ -42,7 +42,7 @@ SHAPES = {
 # Tokens that attention picks, and biases by distance: neither is attention as our ops have it.
 OWN_ATTENTION = ("qwen4_exp", "inkling")
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture

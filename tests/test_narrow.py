@@ -14,8 +14,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOKENS = 16
 SHAPES = {"chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def attached(model, draft, **settings):
     return specdec.attach(model, draft, **{"max_batch": 3, "max_seq_len": 128, **settings})

@@ -21,7 +21,6 @@ from tests.test_linear import random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = 2**-5  # of several roundings; the interpreter rounds bf16 to zero
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def int4(N, K, group, dtype, has_zeros, seed=0):

@@ -16,7 +16,6 @@ from tests.test_attach import greedy
 from tests.test_scheduler import admitted, request_of, rows_of, scheduler_of
 from tests.tiny_models import VOCAB, tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 24
 CHAIN, TREE = {"num_steps": 2}, {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}
 LAWS = [

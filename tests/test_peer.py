@@ -20,8 +20,6 @@ from tests.tiny_models import VOCAB, tiny_model
 
 economize = pytest.importorskip("economize", reason="pip install --no-deps -c constraints.txt economize")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUM_STEPS = 4
 NUM_TOKENS = 16
 

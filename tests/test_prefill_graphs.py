@@ -33,8 +33,6 @@ SHAPES = {"plain": None, "chain": {"num_steps": 3}, "tree": {"num_steps": 3, "to
 TRACED = ("qwen2_windowed", "gemma3", "gpt_oss", "deepseek_v3")  # biases, two ropes, sinks, latent attention
 COMPILERS = ["eager", "inductor"] if DEVICE.type == "cuda" else ["eager"]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def engine_of(model, mode, shape="chain", **settings):
     head = random_head(model).to(DEVICE, next(model.parameters()).dtype) if SHAPES[shape] else None

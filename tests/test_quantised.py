@@ -39,7 +39,6 @@ WAYS = {
 }
 ROUNDS_ROWS = {"fp8": 8, "channels": 8, "w8a8": 3, "optimized": 8}  # texts part where two tokens are as likely
 KINDS = ("nf4", "int8", "torchao", "quanto", "fp8", "channels", "gptq", "awq", "w4a16", "w8a8", "optimized")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ import specdec
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def replica(monkeypatch):

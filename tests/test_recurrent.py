@@ -38,8 +38,6 @@ MISFITS = {  # by draft: what it does not go with
 }
 COMBINATIONS = [c for c in product(TYPES, DRAFTS, ("chain", "tree")) if not set(MISFITS.get(c[1], ())) & set(c)]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def is_drawn(name, draft, shape):
     """A shape of EAGLE for every type, and of a third of the other drafts: graphs are slow on a CPU."""

@@ -40,8 +40,6 @@ GIVEN = {"delta of units": 2, "delta by key of units": 1}  # heads of queries an
 # Parents of the nodes of two trees; the second tree comes in two forwards.
 TREES = ([-1, 0, 0, 1, 1, 2], [-1, 0, 0, 2, 1, 2, 3, 0])
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class NaiveScan:
     """The recurrence as it is written down, a token at a time, fp64."""

@@ -39,8 +39,6 @@ ON_GPU = {"qwen3_next": [("eagle", "chain", {"cuda_graph": True, "compile": True
 EVERY = {"qwen3_next": 9, "qwen3_5_moe": 9, "kimi_linear": 5, "one_key_head": 21}  # collectives of a forward
 SUMS = dict.fromkeys(NAMES, 1) | {"kimi_linear": 0, "one_key_head": 5}  # collectives of a mixer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def whole_model(name):
     """A random model in which heads differ in every weight."""

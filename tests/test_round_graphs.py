@@ -39,9 +39,6 @@ LAWS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @torch.inference_mode(False)  # some tests run within it
 def engine_of(model, shape, algo="eagle3", **settings):
     head = random_draft(model, algo).to(DEVICE) if shape else None

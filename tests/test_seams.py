@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALL = (*OWN_METHODS, *REPEATED, *COUNTED)
 NUM_TOKENS = 12
 TWO_ANSWERS = "ignore:RobertaForCausalLM has two answers"
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(TWO_ANSWERS)]
+pytestmark = pytest.mark.filterwarnings(TWO_ANSWERS)
 
 
 def draft_of(model):

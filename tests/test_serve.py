@@ -37,8 +37,6 @@ build_app = pytest.importorskip("specdec.tools.serve.server").build_app
 load = pytest.importorskip("specdec.tools.measure.load")
 forms = pytest.importorskip("specdec.tools.serve.forms")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAME = "words"
 CHAT = [{"role": "user", "content": "w7 w9 w11"}]
 MAX_BATCH, MAX_SEQ_LEN, MAX_WAITING = 16, 192, 64

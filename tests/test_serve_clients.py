@@ -23,7 +23,6 @@ schema = pytest.importorskip("specdec.tools.serve.schema")
 server = pytest.importorskip("specdec.tools.serve.server")
 prompts = pytest.importorskip("specdec.tools.serve.guard")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 KEY = {"authorization": "Bearer secret"}
 TEXT = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
 

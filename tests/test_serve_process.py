@@ -21,8 +21,6 @@ api_server = pytest.importorskip("specdec.tools.serve.api_server")
 host = pytest.importorskip("specdec.tools.serve.host")
 client = pytest.importorskip("specdec.tools.serve.client")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def engine():

@@ -17,8 +17,6 @@ SIZES = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_
 SIZES |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
 SIZES |= {"first_k_dense_replace": 1, "index_topk": PICKED, "index_n_heads": 2, "index_head_dim": 8}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def sparse_model(kind):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}

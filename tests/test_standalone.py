@@ -19,8 +19,6 @@ from specdec.reach.targets.pretrained import load_pretrained, read_tokenizer
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def words(swapped=False):
     vocab = {f"w{i}": i for i in range(VOCAB)}

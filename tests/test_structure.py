@@ -26,8 +26,6 @@ formats, messages, structure = (
 Splitter = pytest.importorskip("specdec.tools.serve.splitting").Splitter
 serving = pytest.importorskip("tests.test_serve").serving
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"enum": ["red", "blue"]}, "days": {"type": "integer", "maximum": 9, "minimum": 0}},

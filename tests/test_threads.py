@@ -19,8 +19,6 @@ from tests.test_attach import greedy, ragged_prompts
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUM_TOKENS = 16
 
 

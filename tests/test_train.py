@@ -41,8 +41,6 @@ CPU = torch.device("cpu")
 STEPS = 4
 NONE = torch.zeros(0, dtype=torch.int64)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:

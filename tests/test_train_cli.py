@@ -32,8 +32,6 @@ from specdec.tools.train.objectives import survival_weights
 from specdec.tools.train.trainer import LossWatch, Trainer
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHORT = ["--tokens-per-batch", "256", "--chunk-rows", "64", "--dtype", "float32", "--device", "cpu"]
 
 

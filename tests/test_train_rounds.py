@@ -50,7 +50,7 @@ def test_rounds_begin_where_the_last_one_ended():
 
 
 @pytest.mark.parametrize("algo", HEADS)
-def test_prediction_equals_the_engine(algo, one_thread):
+def test_prediction_equals_the_engine(algo):
     model = tiny_target()
     corpus = tiny_corpus(model, 8)
     objective = HeadObjective(

@@ -30,8 +30,6 @@ from tests.train_models import VOCAB, tiny_corpus, tiny_student, tiny_target
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:

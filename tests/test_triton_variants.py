@@ -80,7 +80,7 @@ def test_the_key_tells_alignment_and_ones(keys):
     assert len(keys) == 3
 
 
-def test_live_traffic_needs_no_variant_that_attaching_did_not(keys, one_thread):
+def test_live_traffic_needs_no_variant_that_attaching_did_not(keys):
     """Windows and softcap (Gemma-2); prefills that replay and that run eagerly, in batches of odd sizes, in chunks."""
     model = tiny_model("gemma2")
     engine = specdec.attach(

@@ -23,8 +23,6 @@ from tests import layout_models as lm
 from tests.layout_heads import CPU, DEEPSEEK_NORMS, combine_tensors, load, shape_of, target, under
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 INDEX = "model.safetensors.index.json"
 EAGLE = lm.eagle_config(bias=False)
 

@@ -23,9 +23,6 @@ VOCAB_SIZE = 7
 BELOW_ONE = 1.0 - 2.0**-53
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def assert_same(got: VerifyOutput, expected: VerifyOutput) -> None:
     for field, a, b in zip(VerifyOutput._fields, got, expected, strict=True):
         assert a.tolist() == b.tolist(), field

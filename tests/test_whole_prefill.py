@@ -24,8 +24,6 @@ BUCKETS = (4, 8, 16, 24, 32, 64)
 AN_8B = -(-BUSY_WORK // 4096**2)  # tokens
 DRAFTS = (None, "eagle", "eagle3", "nextn", MODULES, "standalone", "lookup")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def engine_of(model, draft=None, prefill_graph="whole", **settings):
     """An engine whose draft is of the algorithm `draft`."""

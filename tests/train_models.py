@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -80,16 +78,6 @@ def target_with_words(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokeniz
     return load_pretrained(folder)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """As the fixture, for fixtures of wider scope."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@one_thread()
 @torch.no_grad()
 def tiny_corpus(model: LlamaForCausalLM, num_sequences: int, seed: int = 0) -> Corpus:
     """Random prompts of 8-12 tokens with greedy answers of 12-20 tokens."""
