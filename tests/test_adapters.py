@@ -17,12 +17,11 @@ from specdec.graphs.compile import pieces, trace
 from specdec.reach.targets.pretrained import load_pretrained
 from tests.adapters import save_lora, with_lora
 from tests.image_models import image_model
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
 PROMPT = [5, 17, 33, 64, 101, 12, 90, 7, 55, 23, 41]
 FILE = "adapter_model.safetensors"
 SETTINGS = {"max_batch": 1, "max_seq_len": 64}
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [list(range(5, 5 + n)) for n in (11, 7, 20, 14)]
 NAMES = ["a", None, "b", "a"]
 LIVE = {"cuda_graph": False, "prefill_graph": "off"}

@@ -19,14 +19,13 @@ from specdec.graphs.captures import EagerCapture
 from specdec.graphs.compile.trace import trace
 from specdec.graphs.once import equal_parts_once, is_once
 from tests.heads import ALGOS, random_draft
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
 triton = pytest.importorskip("triton")
 from specdec.backends.triton.launch import ahead  # noqa: E402
 from specdec.backends.triton.launch.relaunch import CachedLaunch  # noqa: E402
 
 tl = pytest.importorskip("triton.language")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @triton.jit

@@ -15,9 +15,8 @@ from tests.heads import ALGOS, MODULES, poison, random_draft
 from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import DEVICE, VOCAB, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOKENS = 16
 CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}

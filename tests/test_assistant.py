@@ -18,10 +18,9 @@ from tests.laws import assert_own_law
 from tests.test_algorithms import GRAPHS, check_tree
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import DEVICE, VOCAB, tiny_model
 from tests.waits import forbid_waits
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 7}
 SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 CENTROIDS = pytest.mark.parametrize("has_centroids", [False, True], ids=["plain", "centroids"])

@@ -17,9 +17,8 @@ from tests.test_algorithms import FromScratch, check_tree
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_block import naive_states
 from tests.test_scheduler import request_of
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import DEVICE, VOCAB, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHAINS = {"num_steps": "auto"}
 TREE = {"num_steps": "auto", "topk": 3, "num_draft_tokens": 10, "auto_steps": (1, 3)}
 SHAPES = pytest.mark.parametrize("shape", [CHAINS, TREE], ids=["chains", "tree"])

@@ -22,9 +22,8 @@ from specdec.tools.train.blocks import block_states
 from tests.heads import poison, random_block
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHAIN, TREE = {"num_steps": 4}, {"num_steps": 4, "topk": 3, "num_draft_tokens": 14}
 KINDS = {
     "dspark": {},

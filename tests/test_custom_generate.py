@@ -23,9 +23,8 @@ from specdec.reach.heads.load import save_head
 from specdec.tools.commands.convert import convert
 from tests.heads import random_draft
 from tests.test_threads import join
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = torch.tensor([[5, 6, 7]], device=DEVICE)
 NEW = {"max_new_tokens": 10, "eos_token_id": -1}
 

@@ -26,9 +26,8 @@ from specdec.tools.doors.lockstep import Lockstep
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
 from tests.test_threads import join
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAD = 0
 
 

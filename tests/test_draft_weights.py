@@ -20,9 +20,8 @@ from specdec.reach.heads.nextn import NextNHead
 from specdec.reach.heads.quantised import FP8Linear, fp8_head
 from tests.heads import noisy, random_draft
 from tests.test_attach import ragged_prompts
-from tests.tiny_models import VOCAB, random_weights
+from tests.tiny_models import DEVICE, VOCAB, random_weights
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOKENS = 16
 SHAPES = {"chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}}
 LAYER = LayerConfig(128, 256, 4, 2, 32)

@@ -10,9 +10,7 @@ from specdec.reach.targets.admission.equality import LENGTH
 from specdec.reach.targets.admission.probe import probe
 from specdec.reach.targets.admission.recording import Positions
 from specdec.reach.targets.hf import HFTarget
-from tests.tiny_models import _BASE, VOCAB, WINDOW, random_weights, tiny_model
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.tiny_models import _BASE, DEVICE, VOCAB, WINDOW, random_weights, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)
 

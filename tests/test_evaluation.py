@@ -21,10 +21,9 @@ from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
 from tests.test_text import TOKENIZER
 from tests.test_threads import join
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 from tests.train_models import target_with_words
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19], [3, 4]]
 AFTER = [[8, 9], [10, 11, 12, 13, 14], [20], [44, 45, 46]]
 

@@ -27,9 +27,8 @@ from specdec.reach.targets.adapters.experts import Experts, experts_forward
 from specdec.reach.targets.compiling.routers import take_over_choices
 from tests.early_starts import check_early_starts
 from tests.heads import random_head
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E = 5  # experts; E itself stands for those of other ranks
 ONE_BIT = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 # tokens, experts a token, columns, features: one row an expert, some, all rows by id, several blocks

@@ -22,7 +22,7 @@ from tests.commands import run
 from tests.faults import missing_pages
 from tests.grammars import EOS, GRAMMARS, SCHEMA, masks_after, plain_law, plain_text, spm_tokenizer, tiny_tokenizer
 from tests.heads import ALGOS, random_draft
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import DEVICE, VOCAB, tiny_model
 
 pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
@@ -33,7 +33,6 @@ make_compiler, open_library = compiling.make_compiler, compiling.open_library
 vocabularies = pytest.importorskip("specdec.reach.grammars.vocabulary")
 Vocabulary, _Encoder = vocabularies.Vocabulary, vocabularies._Encoder
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENIZER = tiny_tokenizer()
 WORDS = Vocabulary.of(TOKENIZER, VOCAB, frozenset([EOS]))
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}

@@ -8,9 +8,8 @@ import specdec
 from specdec.tools.doors.checks import check_rotary
 from tests.heads import random_head
 from tests.image_models import FAMILIES, IMAGE, greedy, image_model, image_prompt
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEXT = [11, 12, 13, 14, 15, 16, 17]
 GRAPHS = {"cuda_graph": True, "graph_sampling": "greedy"}
 WAYS = {

@@ -29,9 +29,8 @@ from specdec.reach.targets.adapters.experts import distinct_weights
 from tests.recurrent_models import recurrent_model
 from tests.test_attach import ragged_prompts
 from tests.test_recurrent_kernels import KINDS, REAL
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 TREE, CHAIN, ONE = Tail(6, 1), Tail(4, 0), Tail(1, 0)
 LAYER = LayerSpec(4, 2, 16, 16, 0.25, window=20, softcap=30.0, has_sinks=True)

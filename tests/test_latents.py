@@ -11,12 +11,11 @@ from specdec.core.errors import GraphError
 from tests.heads import random_draft
 from tests.recurrent_models import CONFIGS as RECURRENT
 from tests.test_attach import greedy
-from tests.tiny_models import _BASE, random_weights
+from tests.tiny_models import _BASE, DEVICE, random_weights
 
 pytest.importorskip("triton")
 from specdec.backends.triton.linear import latents as kernels
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22]]
 HEADS, RANK, ROTARY, KEYS, VALUES = 4, 32, 8, 16, 12
 SIZES = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": 24, "kv_lora_rank": RANK}

@@ -15,9 +15,8 @@ from specdec.reach.targets.hf import HFTarget
 from tests.heads import random_draft
 from tests.state_tensors import pool_tensors
 from tests.test_attach import ragged_prompts
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 WINDOW = 3
 

@@ -8,9 +8,8 @@ from specdec.core.functional.results import append_logprobs, line_width, pack, r
 from tests.heads import random_draft
 from tests.state_tensors import state_tensors
 from tests.test_attach import ragged_prompts
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = {
     "plain": {},
     "chain": {"num_steps": 3},

@@ -13,9 +13,8 @@ from specdec.core.functional.torch_ops import TORCH_OPS, pick_ops
 from tests.heads import random_draft, random_head
 from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 GRAPHS = {
     "eager": {"cuda_graph": False},

@@ -8,9 +8,8 @@ from specdec.core.draft.worker import NarrowHead
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import DEVICE, VOCAB, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOKENS = 16
 SHAPES = {"chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}}
 

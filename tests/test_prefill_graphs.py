@@ -22,9 +22,8 @@ from specdec.graphs.prefill import check_padding
 from tests.heads import MODULES, random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_threads import join
-from tests.tiny_models import ADMITTED, VOCAB, tiny_model
+from tests.tiny_models import ADMITTED, DEVICE, VOCAB, model_of
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-4 if DEVICE.type == "cuda" else 1e-5  # padded and joined products may sum in another order
 BUCKETS = (4, 8, 12, 16, 24, 32, 48, 64)
 MODES = ["breakable", "piecewise"]
@@ -56,10 +55,6 @@ def specdec_engine(model, draft, **settings):
         yield engine
     finally:
         engine.detach()
-
-
-def model_of(name="llama", seed=0, dtype=torch.float32):
-    return tiny_model(name, seed, dtype).to(DEVICE)
 
 
 def batch_of(engine, lens, starts=None, seed=0):
@@ -450,15 +445,19 @@ def test_out_of_memory_at_a_capture_leaves_the_smaller_sizes(mode, monkeypatch):
     assert rejects == {"out of memory when it was captured": 1}
 
 
+class Around(torch.nn.Module):
+    """What stands in the place of `inner`, and runs it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+
 def untraceable():
     """A model whose MLPs look at their values from the host."""
     model = model_of()
 
-    class Looks(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
+    class Looks(Around):
         def forward(self, x):
             return self.inner(x) if float(x.abs().max()) < 1e9 else x
 
@@ -595,12 +594,8 @@ def test_bf16_replays_equal_eager(mode):
     assert replays(engine) == 4
 
 
-class Branches(torch.nn.Module):
+class Branches(Around):
     """A norm that does something else for long batches."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x):
         return self.inner(x + 1 if x.shape[1] > 40 else x)
@@ -721,12 +716,8 @@ def test_auto_captures_prefills_where_there_are_graphs():
     assert resolve_prefill_mode(EngineConfig(compile=True), cpu) == "off"
 
 
-class BranchesOnOne(torch.nn.Module):
+class BranchesOnOne(Around):
     """An MLP that does something else for a single token, as kernels for decoding do."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x):
         return self.inner(x) * (1.5 if x.shape[1] == 1 else 1.0)

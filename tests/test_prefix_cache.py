@@ -16,15 +16,10 @@ from specdec.core.prefill.whole import whole_sizes
 from specdec.core.sampling_params import SamplingKind
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import DEVICE, VOCAB, model_of
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOKENS = 10
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=9)
-
-
-def model_of(name="llama"):
-    return tiny_model(name).to(DEVICE)
 
 
 def prompt_of(length, seed=0):

@@ -14,9 +14,8 @@ from specdec import SamplingParams, shipped
 from specdec.core.functional.processors import MAX_BAD_WORDS, ProcessorState, process
 from specdec.core.functional.tree import Tree, ancestor_bits
 from specdec.core.text.prompts import chat_ids
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import DEVICE, VOCAB, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EOS = [2, 7]
 SHAPES = pytest.mark.parametrize(
     "shape",

@@ -14,9 +14,8 @@ from tests.laws import assert_own_law
 from tests.recurrent_models import CONFIGS, recurrent_model
 from tests.state_tensors import pool_bytes, pool_tensors
 from tests.test_attach import greedy, ragged_prompts
-from tests.tiny_models import VOCAB
+from tests.tiny_models import DEVICE, VOCAB
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REFUSED = ("qwen4_exp", "inkling")  # their attention takes what we cannot give
 TYPES = [name for name in CONFIGS if name not in REFUSED]
 KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "zamba", "lfm2")  # of recurrences, a model each

@@ -11,9 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import specdec
 from tests.heads import random_draft
 from tests.test_attach import greedy, ragged_prompts
-from tests.tiny_models import tiny_model
+from tests.tiny_models import DEVICE, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts.py"
 COMPILED = {"cuda_graph": True, "compile": True, "compiler": "eager", "prefill_graph": "piecewise"}
 MODES = {"eager": {"cuda_graph": False}, "graphs": {"cuda_graph": True}, "compiled": COMPILED}

@@ -21,9 +21,8 @@ from specdec.reach.assembly.memory import check_fits
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.state_tensors import pool_tensors, state_tensors, worker_tensors
 from tests.test_attach import greedy, ragged_prompts
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import DEVICE, VOCAB, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-4 if DEVICE.type == "cuda" else 1e-5  # a padded product may sum in another order
 PLAIN = None
 CHAIN = {"num_steps": 3}
@@ -51,7 +50,7 @@ def engine_of(model, shape, algo="eagle3", **settings):
 
 @torch.inference_mode(False)  # some tests run within it
 def model_of(name="llama", seed=0):
-    return tiny_model(name, seed).to(DEVICE) if seed else tiny_model(name).to(DEVICE)
+    return tiny_model(name, seed).to(DEVICE)
 
 
 def state_of(core):

@@ -13,9 +13,8 @@ from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.marks import LayerTurns, layer_id, number_layers
 from tests.heads import random_draft, random_head
 from tests.test_attach import CONFIGS, greedy, ragged_prompts
-from tests.tiny_models import COUNTED, OWN_METHODS, REPEATED, WINDOW, tiny_model
+from tests.tiny_models import COUNTED, DEVICE, OWN_METHODS, REPEATED, WINDOW, tiny_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALL = (*OWN_METHODS, *REPEATED, *COUNTED)
 NUM_TOKENS = 12
 TWO_ANSWERS = "ignore:RobertaForCausalLM has two answers"

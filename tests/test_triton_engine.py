@@ -10,11 +10,10 @@ import specdec
 from specdec import SamplingParams
 from tests.heads import ALGOS, MODULES, OracleWorker, poison, random_draft, random_head
 from tests.test_attach import greedy
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import DEVICE, VOCAB, model_of
 
 pytest.importorskip("triton")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 9, 17, 3, 44, 8, 8, 101, 12, 13], [7, 30, 2, 90], [64, 3, 3, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
 NUM_TOKENS = 5 if DEVICE.type == "cuda" else 3
 # The interpreter is slow, and test_backends has their shapes.
@@ -23,10 +22,6 @@ CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
 if DEVICE.type != "cuda":
     TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}
-
-
-def model_of(name):
-    return tiny_model(name).to(DEVICE)
 
 
 def engine_of(model, shape, **settings):

@@ -16,9 +16,8 @@ from specdec.graphs import pick_capture
 from tests.heads import MODULES, poison, random_draft
 from tests.state_tensors import worker_tensors
 from tests.test_attach import greedy, ragged_prompts
-from tests.tiny_models import ADMITTED, VOCAB, tiny_model
+from tests.tiny_models import ADMITTED, DEVICE, VOCAB, model_of
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-4 if DEVICE.type == "cuda" else 1e-5
 BUCKETS = (4, 8, 16, 24, 32, 64)
 AN_8B = -(-BUSY_WORK // 4096**2)  # tokens
@@ -34,10 +33,6 @@ def engine_of(model, draft=None, prefill_graph="whole", **settings):
     if engine._core.prefill.whole is not None:
         engine._core.prefill.whole.runner.device_bound_from = None  # a measurement: not beside other tests
     return engine
-
-
-def model_of(name="llama"):
-    return tiny_model(name).to(DEVICE)
 
 
 def prompts_of(*lens, seed=0):

@@ -5,6 +5,7 @@ import os
 import torch
 import transformers as tf
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 128
 WINDOW = 8
 HEAD_DIM = int(os.environ.get("SPECDEC_TEST_HEAD_DIM", "16"))  # 64 where kernels want it, see tests/attention.py
@@ -131,6 +132,11 @@ def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     seed += SEEDS_64.get(name, 0) if HEAD_DIM == 64 else 0
     torch.manual_seed(seed)
     return random_weights(tf.AutoModelForCausalLM.from_config(CONFIGS[name]()), seed).to(dtype)
+
+
+def model_of(name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
+    """`tiny_model` on the device of the tests."""
+    return tiny_model(name, seed, dtype).to(DEVICE)
 
 
 def random_weights(model: tf.PreTrainedModel, seed: int = 0) -> tf.PreTrainedModel:
