@@ -11,6 +11,7 @@ from specdec import shipped
 from specdec.core.functional.sampling import SamplingParams
 from specdec.core.text.frequent import frequent_ids, texts_of
 from specdec.core.text.prompt_sets import Question, read_file, read_set, sets
+from specdec.reach.checkpoints.replacing import write_text
 from specdec.reach.heads.load import detect_algo
 from specdec.tools.commands.bench_checks import Gsm8k, Lossless
 from specdec.tools.commands.bench_grammar import BenchGrammar
@@ -34,7 +35,7 @@ from specdec.tools.measure.conversations import Conversations
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.page.page import render
 from specdec.tools.measure.results import ResultFile
-from specdec.tools.measure.rows import read_record, write_whole
+from specdec.tools.measure.rows import read_record
 from specdec.tools.measure.speed import speeds
 from specdec.tools.options import REQUIRED, Options, argument, command_of, flag, option
 
@@ -136,8 +137,7 @@ class Page(Options):
     def run(self) -> None:
         path = self.out or self.files[0].with_suffix(".html")
         records = [read_record(file) for file in self.files]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, render(records))
+        write_text(path, render(records))
         print(path)
 
 

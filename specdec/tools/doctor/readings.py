@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.draft.head import BlockDraftHead, DraftHead, RecyclingHead
+from specdec.reach.checkpoints.fitting import ABSOLUTE
 from specdec.reach.heads.base import LayerConfig
 from specdec.reach.heads.formats import formats
 from specdec.tools.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, final_norm
@@ -153,7 +154,7 @@ ALTERNATIVES: tuple[Alternative, ...] = (
     ),
     Alternative(
         "d2t holds absolute ids",
-        "d2t holds absolute target ids; expected offsets (target id = draft id + d2t[draft id])",
+        ABSOLUTE,
         _absolute,
     ),
     Alternative(

@@ -19,8 +19,7 @@ import torch
 import transformers
 
 from specdec import __version__
-from specdec.reach.checkpoints.replacing import check_place
-from specdec.tools.measure.rows import write_whole
+from specdec.reach.checkpoints.replacing import check_place, write_text
 
 ABSOLUTE = re.compile(r"(?<![\w.:/-])/(?P<top>[\w.+-]+)(?:/[\w.+-]+)*/?")
 
@@ -56,7 +55,7 @@ class ResultFile:
         if self.path is None:
             stem = f"{self._what}_{self._shape}_{self._about['gpu']}_{datetime.now(UTC):%Y-%m-%d}"
             self.path = _new_file(Path(self._folder), stem.replace("/", "-"))
-        write_whole(self.path, content)
+        write_text(self.path, content)
 
 
 def write_results(folder: str | Path, what: str, shape: str, config: dict[str, Any], rows: Sequence[Any]) -> Path:

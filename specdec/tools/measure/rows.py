@@ -38,13 +38,6 @@ def read_record(path: str | Path) -> Record:
     return Record(file.stem, rows, found)
 
 
-def write_whole(path: Path, content: str) -> None:
-    """Write `content` to `path` such that no reader ever sees half of it."""
-    half = path.with_name(f".{path.name}.part")
-    half.write_text(content, "utf-8")
-    half.replace(path)
-
-
 class Measure(NamedTuple):
     """A measured value. better: "lower", "higher", or "" for what describes and is not judged.
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdec.reach.checkpoints.tensors import FLOATS
 from specdec.reach.targets.admission.quantised import is_quantised, quantised_reasons
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PACKED = (torch.int8, torch.uint8, torch.int32)  # matrices of these hold packed weights (GPTQ, AWQ)
 QUANTISERS = ("bitsandbytes", "optimum.quanto", "quanto", "torchao", "torch.ao", "auto_gptq", "gptqmodel", "awq", "hqq")
 UNQUANTISED = (
