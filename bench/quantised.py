@@ -22,7 +22,7 @@ import torch
 from launches import DEVICE, DRAFTS, launch_ms, make_parser  # of this folder
 
 from specdec import attach
-from specdec.backends.experts.quantised import grouped_mxfp4, grouped_mxfp4_twin, pack_mxfp4
+from specdec.backends.experts.quantised import grouped_mxfp4, pack_mxfp4
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.launch.ahead import compiling_ahead
 from specdec.backends.triton.linear import fp8 as fp8_kernels
@@ -117,7 +117,7 @@ def experts() -> Iterator[dict[str, Any]]:
     words, exponents = (torch.stack(parts) for parts in zip(*packs, strict=True))
     bias = torch.randn(32, 5760, device=DEVICE)
     x, ids = torch.randn(600, 2880, device=DEVICE).bfloat16(), torch.rand(600, 32, device=DEVICE).argsort(1)[:, :4]
-    theirs = grouped_mxfp4_twin(x, ids, words, exponents, bias, "swigluoai").float()
+    theirs = grouped_mxfp4.twin(x, ids, words, exponents, bias, "swigluoai").float()
     for num_tokens in (1, 4, 8, 32, 128, 600):
         given = (x[:num_tokens], ids[:num_tokens], words, exponents, bias, "swigluoai")
         ours, own = grouped_mxfp4(*given), theirs[: 4 * num_tokens]

@@ -189,12 +189,12 @@ def quantised_experts() -> None:
     for num_tokens, K, activation in ((1, 160, "swigluoai"), (20, 256, ""), (50, 160, ""), (300, 160, "swigluoai")):
         x, ids = torch.zeros(num_tokens, K, dtype=torch.bfloat16), torch.zeros(num_tokens, 4, dtype=torch.int64)
         words, exponents = (torch.zeros(16, 2, 96, *rest, dtype=torch.int32) for rest in ((16,), ()))
-        of_experts.grouped(x, None, ids, words, exponents, torch.zeros(16, 96), x.dtype, activation)
+        of_experts.grouped_mxfp4(x, ids, words, exponents, torch.zeros(16, 96), activation)
         if driver.active.get_current_target().arch >= 89:
             x, row_scales = torch.zeros(num_tokens, 384, dtype=torch.float8_e4m3fn), torch.zeros(num_tokens, 3)
             weight, scales = torch.zeros(16, 160, 384, dtype=x.dtype), torch.zeros(16, 2, 3)
             gate = "silu" if activation else ""
-            of_experts.grouped(x, row_scales, ids, weight, scales, None, torch.bfloat16, gate)
+            of_experts.grouped_fp8(x, row_scales, ids, weight, scales, torch.bfloat16, gate)
 
 
 def compile_quantised(num_rows: int, K: int, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import use_experts_implementation
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_packed_tensors, mlp_forward
 
-from specdec.backends.experts.quantised import grouped_fp8, grouped_fp8_twin
+from specdec.backends.experts.quantised import grouped_fp8
 from specdec.backends.gates import swigluoai
 from specdec.backends.linear.fp8 import fp8_linear, in_blocks, quantise
 from specdec.backends.linear.packed import NF4, NF4_GROUP
@@ -43,7 +43,7 @@ def batched_matmul(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, expert_ids: torch.Tensor, **kwargs: Any
 ) -> torch.Tensor:
     """Products of rows, each with its expert's weight; on a GPU by our kernel, as `matmul`."""
-    grouped = grouped_fp8 if x.is_cuda else grouped_fp8_twin
+    grouped = grouped_fp8 if x.is_cuda else grouped_fp8.twin
     return grouped(*quantise.twin(x, False), expert_ids.unsqueeze(1), weight, scales, x.dtype)
 
 

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.backends import experts
 from specdec.backends import linear as ops
-from specdec.backends.experts import choices
+from specdec.backends.experts import choices, quantised
 from specdec.backends.gates import ACTIVATIONS, apply_gate_twin
 from specdec.backends.linear import fp8, latents, packed
 from specdec.backends.linear.inputs import joined_inputs
@@ -64,14 +64,14 @@ def test_traces_keep_the_ops_and_their_shapes():
 
 
 def test_kernels_take_what_their_ops_take():
-    rooms = (ops, fp8, latents, packed, experts, choices)
+    rooms = (ops, fp8, latents, packed, experts, choices, quantised)
     found = [op for room in rooms for op in vars(room).values() if getattr(op, "kernels", "")]
     made = {*found, delta_gates, joined_inputs, rope_tables}
     for op in made:
         kernel = getattr(import_module(f"specdec.backends.triton.{op.kernels}"), op.__name__)
         given, taken = ([(p.name, p.default) for p in signature(f).parameters.values()] for f in (op, kernel))
         assert taken == given or (kernel is inputs.joined_inputs and taken[:3] == given[:3]), op.__name__
-    assert len(made) == 20
+    assert len(made) == 22
 
 
 def test_an_unknown_activation_is_refused_by_name():

@@ -11,7 +11,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from specdec.backends.experts import quantised as experts
 from specdec.backends.gates import gate_twin
 from specdec.backends.linear import fp8, packed
-from specdec.backends.triton.experts.quantised import grouped
+from specdec.backends.triton.experts.quantised import grouped_fp8, grouped_mxfp4
 from specdec.backends.triton.linear import fp8 as fp8_kernels
 from specdec.backends.triton.linear import gated_fp8, norms
 from specdec.backends.triton.linear import packed as packed_kernels
@@ -204,9 +204,9 @@ def test_products_with_experts_in_mxfp4_equal_their_twin(num_tokens, activation)
     words, exponents = map(torch.stack, zip(*packs, strict=True))
     x, bias = random(num_tokens, 160), random(4, 48, dtype=torch.float32)
     ids = torch.arange(2 * num_tokens, device=DEVICE).view(-1, 2) % 5
-    ours = grouped(x, None, ids, words, exponents, bias, x.dtype, activation)
-    close(ours, experts.grouped_mxfp4_twin(x, ids, words, exponents, bias, activation), BITS)
-    assert ours[:2].equal(grouped(x[:1], None, ids[:1], words, exponents, bias, x.dtype, activation))
+    ours = grouped_mxfp4(x, ids, words, exponents, bias, activation)
+    close(ours, experts.grouped_mxfp4.twin(x, ids, words, exponents, bias, activation), BITS)
+    assert ours[:2].equal(grouped_mxfp4(x[:1], ids[:1], words, exponents, bias, activation))
 
 
 def few_rows(K, activation, has_bias):
@@ -218,19 +218,15 @@ def few_rows(K, activation, has_bias):
     return random(28, K), ids, words, exponents, bias, activation
 
 
-def by_kernel(x, ids, words, exponents, bias, activation):
-    return grouped(x, None, ids, words, exponents, bias, x.dtype, activation)
-
-
 @pytest.mark.parametrize(("activation", "has_bias"), [("", False), ("swigluoai", True)])
 @pytest.mark.parametrize("K", [96, 160, 256, 352, 640])
 def test_few_rows_of_experts_in_mxfp4_equal_their_twin(K, activation, has_bias):
     """Whole pairs of blocks, and parts of either of the last two."""
     x, ids, *rest = few_rows(K, activation, has_bias)
-    ours = by_kernel(x, ids, *rest)
-    close(ours, experts.grouped_mxfp4_twin(x, ids, *rest), BITS)
+    ours = grouped_mxfp4(x, ids, *rest)
+    close(ours, experts.grouped_mxfp4.twin(x, ids, *rest), BITS)
     for i in range(0, 28, 9):
-        assert ours[i : i + 1].equal(by_kernel(x[i : i + 1], ids[i : i + 1], *rest))
+        assert ours[i : i + 1].equal(grouped_mxfp4(x[i : i + 1], ids[i : i + 1], *rest))
 
 
 @pytest.mark.gpu
@@ -238,10 +234,10 @@ def test_few_rows_of_experts_in_mxfp4_equal_their_twin(K, activation, has_bias):
 @pytest.mark.parametrize("K", [96, 256, 352, 2880])
 def test_bits_of_experts_in_mxfp4_depend_on_neither_rows_nor_tiles(K, activation, has_bias):
     x, ids, *rest = few_rows(K, activation, has_bias)
-    full = by_kernel(x.repeat(10, 1), ids.repeat(10, 1), *rest)[:28]
-    assert full.isfinite().all() and by_kernel(x.repeat(2, 1), ids.repeat(2, 1), *rest)[:28].equal(full)
+    full = grouped_mxfp4(x.repeat(10, 1), ids.repeat(10, 1), *rest)[:28]
+    assert full.isfinite().all() and grouped_mxfp4(x.repeat(2, 1), ids.repeat(2, 1), *rest)[:28].equal(full)
     for rows in (1, 2, 5, 16, 17, 28):
-        assert by_kernel(x[:rows], ids[:rows], *rest).equal(full[:rows])
+        assert grouped_mxfp4(x[:rows], ids[:rows], *rest).equal(full[:rows])
 
 
 @pytest.mark.parametrize(("num_tokens", "activation"), [(3, ""), (150, "silu")])
@@ -250,9 +246,9 @@ def test_products_with_experts_in_fp8_equal_their_twin(num_tokens, activation):
     x, row_scales = fp8.quantise.twin(random(num_tokens, 384), False)
     ids = torch.arange(2 * num_tokens, device=DEVICE).view(-1, 2) % 5
     args = weight, scales, torch.bfloat16, activation
-    ours = grouped(x, row_scales, ids, weight, scales, None, *args[2:])
-    close(ours, experts.grouped_fp8_twin(x, row_scales, ids, *args), BITS)
-    assert ours[:2].equal(grouped(x[:1], row_scales[:1], ids[:1], weight, scales, None, *args[2:]))
+    ours = grouped_fp8(x, row_scales, ids, *args)
+    close(ours, experts.grouped_fp8.twin(x, row_scales, ids, *args), BITS)
+    assert ours[:2].equal(grouped_fp8(x[:1], row_scales[:1], ids[:1], *args))
 
 
 @pytest.mark.gpu

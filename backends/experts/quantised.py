@@ -5,7 +5,7 @@ A row's bits depend on that row alone. On CUDA kernels run them without waiting 
 
 import torch
 
-from specdec.backends.experts import grouped_linear, has_triton
+from specdec.backends.experts import grouped_linear
 from specdec.backends.gates import gate_twin
 from specdec.backends.library import op
 from specdec.backends.linear.fp8 import dequantised
@@ -25,6 +25,8 @@ OFFSET, LARGEST = 126, 128  # added to stored exponents; the largest stored expo
     lambda x, expert_ids, words, exponents, bias=None, activation="": x.new_empty(
         expert_ids.numel(), words.shape[2] // (2 if activation else 1)
     ),
+    "experts.quantised",
+    lambda x, *_: x.dtype == torch.bfloat16,
 )
 def grouped_mxfp4(
     x: torch.Tensor,
@@ -40,11 +42,8 @@ def grouped_mxfp4(
     bias: [E, N] float32 or None. activation: "", or "swigluoai" for [T*k, N / 2]. Sums, bias and gate are in fp32 and
     rounded once, as in the Hub's kernel.
     """
-    if not x.is_cuda or x.dtype != torch.bfloat16 or not has_triton():
-        return grouped_mxfp4_twin(x, expert_ids, words, exponents, bias, activation)
-    from specdec.backends.triton.experts.quantised import grouped
-
-    return grouped(x, None, expert_ids, words, exponents, bias, x.dtype, activation)
+    weight = torch.stack([unpack_mxfp4(*of_one) for of_one in zip(words, exponents, strict=True)])[..., : x.shape[1]]
+    return grouped_linear.twin(x.float(), expert_ids, weight, bias, False, activation).to(x.dtype)
 
 
 @op(
@@ -53,6 +52,8 @@ def grouped_mxfp4(
     lambda x, row_scales, expert_ids, weight, scales, dtype, activation="": x.new_empty(
         expert_ids.numel(), weight.shape[1] // (2 if activation else 1), dtype=dtype
     ),
+    "experts.quantised",
+    lambda *_: True,
 )
 def grouped_fp8(
     x: torch.Tensor,
@@ -66,11 +67,10 @@ def grouped_fp8(
     """Return the products of FP8 tokens with their FP8 experts, [T*k, N] in `dtype`; see `experts.grouped_linear`. x,
     row_scales: from `linear.fp8.quantise`. weight: [E, N, K] e4m3, K a multiple of 128; scales: [E, N / 128, K / 128]
     float32, N / 128 rounded up. activation: "", or "silu" for [T*k, N / 2]."""
-    if not x.is_cuda or not has_triton():
-        return grouped_fp8_twin(x, row_scales, expert_ids, weight, scales, dtype, activation)
-    from specdec.backends.triton.experts.quantised import grouped
-
-    return grouped(x, row_scales, expert_ids, weight, scales, None, dtype, activation)
+    rows = x.float() * row_scales.repeat_interleave(BLOCK, -1)
+    experts = torch.stack([dequantised(*of_one) for of_one in zip(weight, scales, strict=True)])
+    product = grouped_linear.twin(rows, expert_ids, experts).to(dtype)
+    return gate_twin(product, activation) if activation else product
 
 
 def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,32 +111,3 @@ def _codes(words: torch.Tensor) -> torch.Tensor:
         pair = _rotated(words, -by % 32)
         halves[:, :, j] |= torch.stack([pair & bits, pair >> 16 & bits], -1).view_as(halves[:, :, j])
     return (halves >> 12 & 8 | halves >> 6 & 7).permute(1, 0, 4, 2, 3, 5).flatten(1)
-
-
-def grouped_mxfp4_twin(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    words: torch.Tensor,
-    exponents: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str = "",
-) -> torch.Tensor:
-    """See `grouped_mxfp4`."""
-    weight = torch.stack([unpack_mxfp4(*of_one) for of_one in zip(words, exponents, strict=True)])[..., : x.shape[1]]
-    return grouped_linear.twin(x.float(), expert_ids, weight, bias, False, activation).to(x.dtype)
-
-
-def grouped_fp8_twin(
-    x: torch.Tensor,
-    row_scales: torch.Tensor,
-    expert_ids: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    dtype: torch.dtype,
-    activation: str = "",
-) -> torch.Tensor:
-    """See `grouped_fp8`."""
-    rows = x.float() * row_scales.repeat_interleave(BLOCK, -1)
-    experts = torch.stack([dequantised(*of_one) for of_one in zip(weight, scales, strict=True)])
-    product = grouped_linear.twin(rows, expert_ids, experts).to(dtype)
-    return gate_twin(product, activation) if activation else product

@@ -34,8 +34,8 @@ from specdec.core.errors import AttachError
 FA3_GAINS = frozenset({128, 256})  # head dims
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 # Multiplications and additions of a layer's attention from which FA3 is faster than Triton's kernel: 2,000 new tokens
-# of an 8B model (bench/results/attention_8b-135m_*). Each of its blocks takes a whole tile of one head through all
-# keys: fewer leave multiprocessors idle. With heads of 64 it gains a tenth, which its dearer launches take back.
+# of an 8B model. Each of its blocks takes a whole tile of one head through all keys: fewer leave multiprocessors idle.
+# With heads of 64 it gains a tenth, which its dearer launches take back.
 MIN_PREFILL_FLOPS = 3e10
 
 

@@ -179,7 +179,30 @@ def choose_tile(num_rows: int, num_experts: int) -> Tile:
     return MORE if num_rows < 32 * num_experts else MANY
 
 
-def grouped(
+def grouped_mxfp4(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    words: torch.Tensor,
+    exponents: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:
+    return _grouped(x, None, expert_ids, words, exponents, bias, x.dtype, activation)
+
+
+def grouped_fp8(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    activation: str = "",
+) -> torch.Tensor:
+    return _grouped(x, row_scales, expert_ids, weight, scales, None, dtype, activation)
+
+
+def _grouped(
     x: torch.Tensor,
     row_scales: torch.Tensor | None,
     expert_ids: torch.Tensor,
@@ -189,7 +212,7 @@ def grouped(
     dtype: torch.dtype,
     activation: str,
 ) -> torch.Tensor:
-    """See `specdec.backends.experts.quantised`: of FP8 where there are row_scales, else of MXFP4."""
+    """Return products with experts in FP8 where there are row_scales, else in MXFP4."""
     x, ids, is_fp8 = x.contiguous(), expert_ids.contiguous(), row_scales is not None
     num_experts, num_rows, K = weight.shape[0], ids.numel(), x.shape[1]
     N, num_blocks = weight.shape[1 if is_fp8 else 2], cdiv(K, 128)
