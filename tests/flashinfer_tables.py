@@ -46,7 +46,7 @@ def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], devi
     options = (-1, False, 0, shapes.q_len)  # no fixed split, splits allowed, nothing else on the GPU, uniform queries
     shape = (shapes.rows, bs, *heads, 1, True, *dims, True, window_left)  # pages of 1, under a graph, causal
     info = module.plan(floats, ints, pinned, qo_indptr, kv_indptr, lens, *shape, *options)
-    theirs, ours = [int(n) for n in info], plan_info(shapes, 0, 0)
+    theirs, ours = [int(n) for n in info], plan_info(shapes, 0)
     problems = [
         f"{name}: {a}, {b}"
         for name, a, b in zip(INT_FIELDS, theirs, ours, strict=True)

@@ -44,9 +44,9 @@ def tiny_tokenizer(*more_merges: tuple[str, str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
-def masks_after(compiled, tokens, vocab=VOCAB):
+def masks_after(compiled, tokens):
     """Yield the mask of what may follow each beginning of `tokens`, the empty one first."""
-    matcher, mask = compiled.matcher(), np.zeros(-(-vocab // 32), np.int32)
+    matcher, mask = compiled.matcher(), np.zeros(-(-VOCAB // 32), np.int32)
     assert matcher.fill(mask)
     yield torch.from_numpy(mask)
     for token in tokens:
@@ -55,7 +55,7 @@ def masks_after(compiled, tokens, vocab=VOCAB):
 
 
 @torch.inference_mode()
-def plain_text(model, compiled, prompt, num_tokens, eos=EOS):
+def plain_text(model, compiled, prompt, num_tokens):
     """Greedy text under a grammar: the mask, then the argmax, a token at a time."""
     matcher, mask = compiled.matcher(), np.zeros(-(-model.config.vocab_size // 32), np.int32)
     text = []
@@ -63,7 +63,7 @@ def plain_text(model, compiled, prompt, num_tokens, eos=EOS):
         matcher.fill(mask)
         logits = model(torch.tensor([prompt + text], device=model.device)).logits[:, -1:].float()
         text.append(int(constrain(logits, torch.from_numpy(mask).to(model.device).view(1, 1, -1)).argmax()))
-        if text[-1] == eos:
+        if text[-1] == EOS:
             break
         assert matcher.accept(text[-1])
     return text

@@ -141,9 +141,9 @@ def layer_tensors(
     }
 
 
-def rms(x: torch.Tensor, weight: torch.Tensor, *, eps: float = EPS, plus_one: bool = False) -> torch.Tensor:
+def rms(x: torch.Tensor, weight: torch.Tensor, *, plus_one: bool = False) -> torch.Tensor:
     """RMS norm; Gemma's kind multiplies by 1+w."""
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight + 1 if plus_one else weight)
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * (weight + 1 if plus_one else weight)
 
 
 def llama3_frequencies(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
@@ -271,7 +271,7 @@ def official_config(dv: int = 40, **more: Any) -> dict[str, Any]:
     return {**eagle_config(), "draft_vocab_size": dv, **more}
 
 
-def speculators_config(dv: int = 40, **more: Any) -> dict[str, Any]:
+def speculators_config(**more: Any) -> dict[str, Any]:
     """As vLLM's speculators writes it; a layer's config may be given as `layer`."""
     layer = {k: v for k, v in eagle_config().items() if k != "architectures"}
     layer |= {"head_dim": DIM, "rope_theta": 10000.0, **more.pop("layer", {})}
@@ -282,7 +282,7 @@ def speculators_config(dv: int = 40, **more: Any) -> dict[str, Any]:
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "transformer_layer_config": layer,
-        "draft_vocab_size": dv,
+        "draft_vocab_size": 40,
         "speculators_config": {**how, "verifier": verifier},
         **more,
     }
@@ -333,7 +333,6 @@ def nextn_reference(
     *,
     hidden_first: bool = False,
     plus_one: bool = False,
-    recycles_normed: bool = True,
 ) -> Reference:
     """names: of the norms of embedding and hidden state, the projection and the out norm; block: the decoder layer."""
     enorm, hnorm, projection, out_norm = (t[f"{name}.weight"] for name in names)
@@ -342,7 +341,7 @@ def nextn_reference(
         parts = [rms(embeds, enorm, plus_one=plus_one), rms(hidden, hnorm, plus_one=plus_one)]
         state = block(F.linear(torch.cat(parts[::-1] if hidden_first else parts, -1), projection))
         normed = rms(state, out_norm, plus_one=plus_one)
-        return normed if recycles_normed else state, F.linear(normed, head)
+        return normed, F.linear(normed, head)
 
     return run
 

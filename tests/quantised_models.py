@@ -163,14 +163,14 @@ def nf4(linear: nn.Linear) -> nn.Module:
     return Linear4bit(linear)
 
 
-def gptq(linear: nn.Linear, group: int = 128) -> nn.Module:
+def gptq(linear: nn.Linear) -> nn.Module:
     """Return `linear` in GPTQ's layout."""
-    return BaseQuantLinear(linear, group, is_awq=False)
+    return BaseQuantLinear(linear, 128, is_awq=False)
 
 
-def awq(linear: nn.Linear, group: int = 128) -> nn.Module:
+def awq(linear: nn.Linear) -> nn.Module:
     """Return `linear` in AWQ's layout."""
-    return BaseQuantLinear(linear, group, is_awq=True)
+    return BaseQuantLinear(linear, 128, is_awq=True)
 
 
 @torch.no_grad()

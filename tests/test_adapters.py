@@ -172,14 +172,14 @@ def two():
     return wrapped.to(DEVICE).eval()
 
 
-def own_text(wrapped, prompt, name, length=8):
+def own_text(wrapped, prompt, name):
     """What the PeftModel generates itself, with one of its adapters or none."""
     ids = torch.tensor([prompt], device=DEVICE)
     with nullcontext() if name else wrapped.disable_adapter():
         if name:
             wrapped.set_adapter(name)
         out = wrapped.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0
         )
     return out[0, len(prompt) :].tolist()
 

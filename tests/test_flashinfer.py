@@ -109,7 +109,7 @@ def test_the_twin_says_what_flashinfers_source_says(q_len, group, head_dim, cta,
 def test_the_integers_are_functions_of_shapes():
     shapes = Shapes(3, 4, 32, 8, 128, 33)
     at = TableLayout.of(shapes)
-    assert tables.plan_info(shapes, 0, 77) == [
+    assert tables.plan_info(shapes, 77) == [
         *(33, 12, at.num_rows, 16, at.request, at.qo_tile, at.kv_tile, at.merge_indptr, at.o_indptr),
         *(at.chunk_size, 0, 77, at.is_valid, 1, 1),
     ]

@@ -91,13 +91,13 @@ def both_ways(engine, lens, starts=None, seed=0):
     return results
 
 
-def assert_same(engine, lens, starts=None, seed=0, tolerance=None):
+def assert_same(engine, lens, starts=None, seed=0):
     for ours, theirs in zip(*both_ways(engine, lens, starts, seed), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance or TOLERANCE, atol=tolerance or TOLERANCE)
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def replays(engine, name="target_prefill"):
-    return engine.report().runners[name]["replays"]
+def replays(engine):
+    return engine.report().runners["target_prefill"]["replays"]
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -64,9 +64,8 @@ def engine_of(model, draft="eagle", **settings):
     return engine
 
 
-def check_text(engine, expected, prompts=None):
-    prompts = ragged_prompts()[: len(expected)] if prompts is None else prompts
-    out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+def check_text(engine, expected):
+    out = engine.generate(ragged_prompts()[: len(expected)], max_new_tokens=NUM_TOKENS)
     engine.check_integrity()
     assert out.tokens == expected
     return out

@@ -63,9 +63,9 @@ class Served:
         families = parser.text_string_to_metric_families(self.http.get("/metrics").text)
         return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 
-    def assert_free(self, seconds=10.0):
+    def assert_free(self):
         """All rows and pages come back soon, and nothing is left to do."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 10
         while (self.app.state.intake.texts or self.report_free() < self.total) and time.monotonic() < end:
             time.sleep(0.02)
         self.engine.check_integrity()

@@ -28,8 +28,8 @@ def engine():
         yield engine
 
 
-def assert_free(engine, seconds=10.0):
-    end = time.monotonic() + seconds
+def assert_free(engine):
+    end = time.monotonic() + 10
     while (report := engine.report()).num_free_pages < report.num_pages and time.monotonic() < end:
         time.sleep(0.02)
     engine.check_integrity()

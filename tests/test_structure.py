@@ -242,10 +242,10 @@ PARTS = {
 }
 
 
-def parts_of(text, size, *given, end="</s>"):
-    splitter = Splitter(*given, ends=[end])
+def parts_of(text, size, *given):
+    splitter = Splitter(*given, ends=["</s>"])
     cuts = [text[i : i + size] for i in range(0, len(text), size)]
-    parts = [part for cut in cuts for part in splitter.feed(cut, False)] + splitter.feed(end, True)
+    parts = [part for cut in cuts for part in splitter.feed(cut, False)] + splitter.feed("</s>", True)
     groups = itertools.groupby(parts, key=lambda part: (part.kind, part.call))
     return [f"{kind}: {''.join(part.text for part in own)}" for (kind, _), own in groups]
 

@@ -34,10 +34,10 @@ def same(got, want):
         assert a.dtype == b.dtype and torch.equal(a, b), (name, a, b)
 
 
-def grown_tree(seed, bs, k, num_steps, num_draft_tokens, vocab=50, ties=False):
+def grown_tree(seed, bs, k, num_steps, num_draft_tokens, ties=False):
     """Candidates of a growth with random scores, as a worker makes them."""
     g = generator(seed)
-    tokens = torch.stack([torch.randperm(vocab, generator=g)[:k] for _ in range(bs)])
+    tokens = torch.stack([torch.randperm(50, generator=g)[:k] for _ in range(bs)])
     scores = -torch.rand(bs, k, generator=g)
     all_tokens, all_scores, parents, depths = [tokens], [scores], [torch.full((bs, k), -1)], [1] * k
     names = torch.arange(k).expand(bs, -1)
@@ -45,7 +45,7 @@ def grown_tree(seed, bs, k, num_steps, num_draft_tokens, vocab=50, ties=False):
         log_probs = -torch.rand(bs, k, k, generator=g)
         if ties:
             log_probs = (log_probs * 3).round()
-        children = torch.stack([torch.randperm(vocab, generator=g)[:k] for _ in range(bs * k)]).view(bs, k * k)
+        children = torch.stack([torch.randperm(50, generator=g)[:k] for _ in range(bs * k)]).view(bs, k * k)
         cumulative, kept = tree.expand(log_probs, scores, k)
         first = sum(t.shape[1] for t in all_tokens)
         all_tokens.append(children)
@@ -54,7 +54,7 @@ def grown_tree(seed, bs, k, num_steps, num_draft_tokens, vocab=50, ties=False):
         scores, names = cumulative.gather(1, kept), first + kept
         depths += [step] * k * k
     candidates = [torch.cat(x, 1).to(DEVICE) for x in (all_tokens, all_scores, parents)]
-    root = torch.randint(0, vocab, (bs,), generator=g).to(DEVICE)
+    root = torch.randint(0, 50, (bs,), generator=g).to(DEVICE)
     shape = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps}
     return (root, *candidates, torch.tensor(depths, device=DEVICE)), shape
 
@@ -154,8 +154,8 @@ def test_chains_equal_the_twin(num_steps):
     same(OPS.chain(ids[:, 0], ids[:, 1:]), tree.chain(ids[:, 0], ids[:, 1:]))
 
 
-def random_case(seed, bs, k, num_steps, width, vocab=50):
-    arguments, shape = grown_tree(seed, bs, k, num_steps, width, vocab)
+def random_case(seed, bs, k, num_steps, width):
+    arguments, shape = grown_tree(seed, bs, k, num_steps, width)
     return tree.build(*arguments, **shape), generator(seed + 1)
 
 

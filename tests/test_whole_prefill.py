@@ -83,8 +83,8 @@ def state_after(engine, prompts, **options):
     return found, [t.tokens for t in tickets]
 
 
-def replays(engine, name="whole_prefill"):
-    return engine.report().runners[name]["replays"]
+def replays(engine):
+    return engine.report().runners["whole_prefill"]["replays"]
 
 
 def assert_same(ours, theirs):

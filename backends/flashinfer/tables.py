@@ -107,10 +107,10 @@ class TableLayout(NamedTuple):
         return cls._make([*offsets, -(-at // 16) * 16])
 
 
-def plan_info(shapes: Shapes, v_offset: int, s_offset: int) -> list[int]:
+def plan_info(shapes: Shapes, s_offset: int) -> list[int]:
     """The 15 integers that `paged_run` takes: `PrefillPlanInfo::ToVector`, for a plan under a CUDA graph.
 
-    v_offset, s_offset: bytes at which partial outputs and their log-sum-exp lie in the float workspace.
+    The float workspace begins with partial outputs; their log-sum-exp lies at byte s_offset.
     """
     at = TableLayout.of(shapes)
     return [
@@ -124,7 +124,7 @@ def plan_info(shapes: Shapes, v_offset: int, s_offset: int) -> list[int]:
         at.merge_indptr,
         at.o_indptr,
         at.chunk_size,
-        v_offset,
+        0,  # v_offset
         s_offset,
         at.is_valid,
         1,  # enable_cuda_graph

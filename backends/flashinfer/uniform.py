@@ -79,7 +79,7 @@ class UniformAttention:
         return Paged(
             torch.empty(v_bytes + 4 * num_values, dtype=torch.uint8, device=q.device),
             tables.workspace,
-            plan_info(shapes, 0, v_bytes),
+            plan_info(shapes, v_bytes),
             m.qo_indptr,
             tables.kv_indptr,
             m.slot_table,

@@ -78,16 +78,16 @@ def by_both_attentions(
         model.set_attn_implementation(before)
 
 
-def near_tie(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]], most: int = 32) -> float:
+def near_tie(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> float:
     """Return the gap in logits up to which rounding explains another token: 0 in fp32.
 
-    In 16 bits, the largest change, over the tokens of `most` answers, of the gap between the model's two best tokens
+    In 16 bits, the largest change, over the tokens of 32 answers, of the gap between the model's two best tokens
     from its eager attention to its sdpa; at least two steps of bf16.
     """
     if model.dtype == torch.float32:
         return 0.0
     largest = LEAST_NEAR_TIE
-    for pair in by_both_attentions(model, prompts, answers, most):
+    for pair in by_both_attentions(model, prompts, answers, most=32):
         best = pair[0].float().topk(2).indices
         one, other = (law.float().gather(1, best).diff(dim=1) for law in pair)
         largest = max(largest, float((one - other).abs().max()))
@@ -192,17 +192,15 @@ def reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def flip_rate(
-    model: Any, prompts: list[list[int]], answers: list[list[int]], temperature: float, most: int = 8
-) -> float:
+def flip_rate(model: Any, prompts: list[list[int]], answers: list[list[int]], temperature: float) -> float:
     """Return the share of sampled tokens that rounding changes: how often one random number draws another token from
-    the target's laws under two attention implementations of its own, mean over the tokens of `most` answers.
+    the target's laws under two attention implementations of its own, mean over the tokens of 8 answers.
 
     Tokens are drawn in order of their ids, so a shift of the cumulated law moves every boundary after it: among rare
     tokens, whose boundaries lie close together, it changes many more draws than the laws differ by.
     """
     shares = []
-    for pair in by_both_attentions(model, prompts, answers, most):
+    for pair in by_both_attentions(model, prompts, answers, most=8):
         one, other = ((logits.double() / temperature).softmax(-1).cumsum(-1) for logits in pair)
         begins = torch.maximum(*(pad(c[..., :-1], (1, 0)) for c in (one, other)))
         alike = (torch.minimum(one, other) - begins).clamp(min=0).sum(-1)
