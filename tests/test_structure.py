@@ -1,5 +1,6 @@
 """Structured answers of `specdec serve`: response_format, tools and thoughts, by OpenAI's client; formats as data."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -308,6 +309,34 @@ def test_thoughts_are_apart_and_other_text_is_content(size):
     assert parts_of("a <tool_call> b", size, llama, None) == ["content: a <tool_call> b"]
     final = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>"
     assert parts_of(final, size, None, formats.THINKING["harmony"]) == ["reasoning_content: hm", "content: yes"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", [n for n, form in formats.TOOL_FORMATS.items() if form.between is not None])
+def test_a_request_without_parallel_calls_gets_one(name, choice):
+    form = dataclasses.replace(formats.TOOL_FORMATS[name], is_single=True)
+    tokenizer, one = tiny_tokenizer(), form.opening.format(name="time", quoted='"time"') + "{}" + form.closing
+    grammar = structure.Structure(None, structure.tools("tools", TOOLS), choice, form, None).grammar(False, {})
+    matcher = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2])).compile(grammar).matcher()
+    text = f"{form.first}{one}{form.last}"
+    assert all(matcher.accept(token) for token in tokenizer.encode(text))
+    mask = np.zeros(VOCAB // 32, np.int32)
+    assert matcher.fill(mask) and mask.tolist() == [1 << 2, 0, 0, 0], "EOS"
+    two = f"{form.first}{one}{form.between}{one}{form.last}"
+    assert parts_of(two, 3, form, None) == ["call: time", "arguments: {}"], "of a text that no grammar constrained"
+
+
+def test_parallel_calls_are_of_the_request(served):
+    fields = {"tools": TOOLS[:1], "tool_choice": "required", "logit_bias": {"2": -100}, "max_tokens": 120}
+
+    def called(**more):
+        (choice,) = ask(served, **fields, **more).choices
+        return len(choice.message.tool_calls), choice.finish_reason
+
+    assert called()[0] == called(parallel_tool_calls=True)[0] > 1
+    assert called(parallel_tool_calls=False) == (1, "tool_calls")
+    with pytest.raises(openai.BadRequestError, match="parallel_tool_calls='no': expected true or false"):
+        called(parallel_tool_calls="no")
 
 
 @pytest.mark.parametrize("name", [n for n, form in formats.TOOL_FORMATS.items() if form.has_json])

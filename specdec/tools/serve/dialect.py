@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from specdec.core.grammar.grammar import Grammar
@@ -85,6 +86,8 @@ class Dialect:
     def _structure(self, body: Body) -> Structure:
         answer, tools = body.get("response_format") or body.get("structured_outputs"), body.get("tools", [])
         form = None if self.tool_format is None else TOOL_FORMATS[self.tool_format]
+        if form is not None and not body.get("parallel_tool_calls", True):
+            form = replace(form, is_single=True)
         thinking = THINKING[self.thinking] if self.thinking is not None and body.is_chat else None
         return Structure(answer, tools, body.get("tool_choice", "auto"), form, thinking)
 

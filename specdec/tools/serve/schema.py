@@ -35,14 +35,14 @@ LEFT_TO_ENGINE = ("seed", "priority", "deadline")  # to check, as LAW and PENALT
 
 # Fields of OpenAI's that change no text, whatever their value.
 IGNORED = frozenset(
-    {"user", "store", "metadata", "service_tier", "parallel_tool_calls"}
-    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 )
 # Fields that are not supported, with the values besides null that ask for nothing.
 REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "tools": ([],),
         "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},),
@@ -251,6 +251,7 @@ CHAT: Mapping[str, Check] = MappingProxyType(
         "response_format": structure.response_format,
         "tools": structure.tools,
         "tool_choice": structure.tool_choice,
+        "parallel_tool_calls": _flag,
         "max_completion_tokens": whole(1, MOST).check,
         "logprobs": _flag,
         "top_logprobs": whole(0, MOST).check,

@@ -58,7 +58,8 @@ class Splitter:
         if is_last:
             end = next((end for end in self._ends if self._rest.endswith(end)), "")
             self._rest = self._rest.removesuffix(end)
-        return [part for part in self._split(is_last) if part.text]
+        is_single = self._tools is not None and self._tools.is_single
+        return [part for part in self._split(is_last) if part.text and not (is_single and part.call > 0)]
 
     @property
     def has_calls(self) -> bool:

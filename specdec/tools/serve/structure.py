@@ -186,7 +186,8 @@ class Structure:
             begun = rules.add(f"{free} {begun}")
         else:
             begun = rules.add("/(.|\\n)*/", f"until[suffix={json.dumps(trigger)}]")
-        return f"({begun} {self._calls(rules, trigger)})* {free}"
+        call = f"{begun} {self._calls(rules, trigger)}"
+        return f"{call} | {free}" if self.tool_format.is_single else f"({call})* {free}"
 
     def _calls(self, rules: "_Rules", begun: str = "") -> str:
         """Add the rule of calls, what follows `begun`."""
@@ -207,7 +208,7 @@ class Structure:
         call = rules.add(" | ".join(ways))
         if begun and not form.first:  # the next one begins with free text, too
             return call
-        more = "" if form.between is None else f" ({rules.literal(form.between)} {call})*"
+        more = "" if form.between is None or form.is_single else f" ({rules.literal(form.between)} {call})*"
         return rules.add(f"{rules.literal(form.first.removeprefix(begun))} {call}{more} {rules.literal(form.last)}")
 
 
