@@ -697,9 +697,10 @@ def test_of_triggers_that_begin_alike_all_tags_can_be_reached(compiler):
         (r"[^\u0000-\u007c]", "}~"),
         (r"[\u005b-\u005d]", "[\\]"),
         (r'"\\u0041"', "\\"),
+        ('start | [start] "start" # start\nstart ::= "b"', "abrst"),
     ],
 )
-def test_gbnf_names_characters_by_their_codes(compiler, rule, text):
+def test_gbnf_is_read_as_in_llama_cpp(compiler, rule, text):
     assert next_after(compiler, {"ebnf": f"root ::= {rule}"}, "") == [*text]
 
 

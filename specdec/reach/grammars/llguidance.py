@@ -25,6 +25,8 @@ LIMITS = {
 # of strings with a maxLength take a third longer.
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(r'[^"\\\x00-\x1F\x7F]' + length for length in LENGTHS)]
 
+# A rule of GBNF named `start`, as the library's Lark calls `root`; not in a string, a class or a comment.
+START = re.compile(r'("(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*\]|#.*)|(?<![\w-])start(?![\w-])')
 CODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")  # an escape of GBNF
 
 
@@ -182,6 +184,8 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind == "choice":
         value = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))  # one item of the parser, not as many
     if grammar.kind == "ebnf":
+        if re.search(r"(?m)^\s*start\s*::=", value):
+            value = START.sub(lambda m: m[1] or "start-rule", value)
         value = any_to_lark(CODE.sub(_character, value))
     if grammar.kind == "structural_tag":
         tags = [_tag(part, value["triggers"], overrides) for part in value["structures"]]
