@@ -220,6 +220,11 @@ def test_a_run_is_not_resumed_on_another_corpus(tmp_path):
         ("eagle", HeadShape(aux_layers=(0, 1, 2), hidden_size=64), "aux_layers, hidden_size: algo='eagle'"),
         ("nextn", HeadShape(intermediate_size=8), "intermediate_size: algo='nextn' takes only copy_layer"),
         ("block", HeadShape(init="somewhere", draft_vocab_size=8), "goes on from 'somewhere' takes only nothing"),
+        (
+            "standalone",
+            HeadShape(file_format="safetensors", embed_type="Q8_0"),
+            "embed_type='Q8_0': only file_format 'gguf'",
+        ),
     ],
 )
 def test_options_that_a_student_has_no_use_for_are_refused(algo, shape, names):

@@ -235,6 +235,10 @@ def _standalone(setup: StudentSetup) -> Student:
     if shape.file_format not in ("gguf", "safetensors"):
         raise ValueError(f"file_format={shape.file_format!r}: expected gguf or safetensors")
     is_gguf = shape.file_format == "gguf"
+    if not is_gguf and shape.embed_type != HeadShape.embed_type:
+        raise ValueError(
+            f"embed_type={shape.embed_type!r}: only file_format 'gguf' stores the embedding so; leave it out"
+        )
     if is_gguf and not shape.init:
         check_blocks(shape.hidden_size, shape.intermediate_size or MLP_WIDTH, shape.embed_type)
     if shape.init:
