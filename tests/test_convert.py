@@ -159,5 +159,7 @@ def test_the_command(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, command)
     assert again.exit_code != 0 and "--overwrite" in str(again.exception)
     assert (tmp_path / "b" / "config.json").read_text() == "somebody's"
+    unused = CliRunner().invoke(app, [*command[:2], str(tmp_path / "b"), "c", "--to", "official", "--target", "t"])
+    assert "--target t: only --to speculators needs the target; leave it out" in str(unused.exception)
     done = CliRunner().invoke(app, [*command, "--overwrite"])
     assert done.exit_code == 0 and config_of(tmp_path / "b")["speculators_model_type"] == "eagle3"

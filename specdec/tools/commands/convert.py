@@ -126,11 +126,13 @@ class Convert(Reported):
     dst: Path = argument("Folder to write.")
     to: str = option("official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).", REQUIRED)
     verifier: str | None = option("Name of the target, for speculators' config.")
-    target: str | None = option("Target of a head without an lm_head of its own; shipped heads: bundled.")
+    target: str | None = option("--to speculators: target of a head without an lm_head; shipped heads: bundled.")
     overwrite: bool = option("Replace a checkpoint in DST.", False)
 
     def run(self) -> None:
         source, target = shipped.find(self.src), self.target
+        if target is not None and self.to == "official":
+            raise ValueError(f"--target {target}: only --to speculators needs the target; leave it out")
         if target is None and str(source) != self.src and self.to == "speculators":
             target = BUNDLED
         shape = None if target is None else TargetShape.of(load_pretrained(target)[0])
