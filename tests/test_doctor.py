@@ -404,6 +404,7 @@ def test_the_command_on_weights_and_tokenizers_that_are_broken(folders, capsys, 
     [
         ("missing", (), "no such folder"),
         ("head", ("--bandwidth-gb-s", -1), "expected a positive number"),
+        ("head", ("--bandwidth-gb-s", "nan"), "expected a positive number"),
         ("head", ("--steps", 0), "--steps 0: expected at least 1"),
         ("head", ("--prompts", "missing.jsonl"), "no such file"),
         ("head", ("--algo", "eagle"), "head' is a draft for 'eagle3'"),

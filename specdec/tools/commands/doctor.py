@@ -1,6 +1,7 @@
 """`specdec doctor TARGET DRAFT`: examines both, prints the findings; with --json also one JSON line."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class Doctor(OnTarget, Reported):
 
     def run(self) -> None:
         gb_s, sizes = self.bandwidth_gb_s, {"num_steps": self.steps, "max_new_tokens": self.max_new_tokens}
-        if gb_s is not None and gb_s <= 0:
+        if gb_s is not None and not 0 < gb_s < math.inf:
             raise ValueError(f"--bandwidth-gb-s {gb_s}: expected a positive number of GB/s")
         at_least("steps", self.steps)
         at_least("max-new-tokens", self.max_new_tokens, 4)
