@@ -346,6 +346,22 @@ def test_greedy_text_is_that_of_masks_where_rounds_went_without(model, compiler,
     engine.detach()
 
 
+@pytest.mark.parametrize("ended_by", ["abandon", "deadline"])
+def test_a_request_that_ends_before_it_is_taken_back_harms_no_other(model, compiler, ended_by):
+    engine, grammar = engine_of(model, "eagle3", CHAIN, cuda_graph=None), Grammar(regex='[a-zA-Z0-9{}:, "]+')
+    (mine,) = engine.submit(PROMPTS[:1], max_new_tokens=60, grammar=grammar, deadline=60.0)
+    while not (undone := engine._core.delivery.undone):
+        assert engine.step()
+    assert undone == [mine]
+    if ended_by == "abandon":
+        engine.abandon([mine])
+    mine.arrived -= 60.0
+    text = engine.generate(PROMPTS[2], max_new_tokens=60, grammar=grammar).tokens[0]
+    assert text == plain_text(model, compiler.compile(grammar), PROMPTS[2], 60)
+    engine.check_integrity()
+    engine.detach()
+
+
 def test_forced_tokens_follow_what_is_emitted(compiler):
     constraint = Constraint(
         compiler.compile(Grammar(regex="[a-c]{9}777")).matcher(), {EOS}, compiler.eos_ids, NUM_WORDS

@@ -195,7 +195,8 @@ class Core:
         """Take requests back to before the first token that their grammar forbids; results on the way are dropped."""
         if self.delivery.undone:
             self.delivery.read(0)
-            self.launcher.rewind([r for r in self.delivery.undone if r.is_running])
+            if undone := [r for r in self.delivery.undone if r.is_running]:  # else they have ended since
+                self.launcher.rewind(undone)
             self.delivery.undone = []
 
     def _next_prefill(self) -> list[tuple[Request, int]]:
