@@ -339,6 +339,18 @@ def test_parallel_calls_are_of_the_request(served):
         called(parallel_tool_calls="no")
 
 
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": {"a": {"type": "null"}}, "required": ["a"]}])
+def test_arguments_are_an_object_whatever_the_schema_leaves_out(parameters):
+    form, tools = formats.TOOL_FORMATS["hermes"], structure.tools("tools", [tool_with(parameters)])
+    grammar = structure.Structure(None, tools, "required", form, None).grammar(False, {})
+    tokenizer, mask = tiny_tokenizer(), np.zeros(VOCAB // 32, np.int32)
+    matcher = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2])).compile(grammar).matcher()
+    assert all(matcher.accept(token) for token in tokenizer.encode(form.opening.format(quoted='"f"')))
+    assert matcher.fill(mask)
+    begins = [tokenizer.decode([token]) for token in range(VOCAB) if mask[token // 32] >> token % 32 & 1]
+    assert begins and all(text.startswith("{") for text in begins)
+
+
 @pytest.mark.parametrize("name", [n for n, form in formats.TOOL_FORMATS.items() if form.has_json])
 def test_forced_calls_are_what_the_parser_reads(name):
     """A text that the grammar of a format allows is split into the call."""

@@ -74,7 +74,9 @@ def _tool(at: str, tool: Any) -> dict[str, Any]:
         raise ValueError(
             f"{at}.function.name={shown(name)}: expected 1 to 64 letters, digits, '_', '.' or '-', in ASCII"
         )
-    parameters = function.get("parameters", {"type": "object", "properties": {}})
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
         raise ValueError(f"{at}.function.parameters={shown(parameters)}: expected a JSON schema")
     described = {key: item for key, item in function.items() if key in ("name", "description")}
@@ -203,7 +205,8 @@ class Structure:
             names = {"name": function["name"], "quoted": json.dumps(function["name"])}
             opening = form.opening.format(**names)
             opening = opening if form.first else opening.removeprefix(begun)
-            schema, closing = rules.schema(function["parameters"]), rules.literal(form.closing)
+            schema = rules.schema({"type": "object", **function["parameters"]})  # arguments are one in any case
+            closing = rules.literal(form.closing)
             ways.append(f"{rules.literal(opening)} {schema} {closing}")
         call = rules.add(" | ".join(ways))
         if begun and not form.first:  # the next one begins with free text, too
