@@ -403,9 +403,11 @@ def test_thoughts_come_before_a_constrained_answer():
         ({"choice": ['a"b', "<tool_call>"]}, "<tool_call>", "a<"),
         ({"regex": "[/a]/{2}\n\\/\\\\"}, "a//\n/\\", "a/\n"),
         ({"regex": ""}, "", "a"),
+        ({"json": {"enum": [[1, 2]]}}, "[1, 2]", "[1,2]"),
+        ({"json_object": True, "any_whitespace": True}, '{\n"a":1 }', "[]"),
     ],
 )
-def test_choices_and_patterns_follow_thoughts(answer, text, wrong):
+def test_answers_of_every_kind_follow_thoughts(answer, text, wrong):
     thinking, tokenizer = formats.THINKING["think"], tiny_tokenizer()
     grammar = structure.Structure(Grammar(**answer), [], "auto", None, thinking).grammar(True, {})
     compiled = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2])).compile(grammar)

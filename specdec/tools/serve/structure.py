@@ -173,7 +173,7 @@ class Structure:
             raise ValueError(
                 f"structured_outputs: {kind} beside tools, or with a model that thinks: only json, regex and choice"
             )
-        return rules.schema({"type": "object"} if kind == "json_object" else value)
+        return rules.schema({"type": "object"} if kind == "json_object" else value, self.answer.any_whitespace)
 
     def _free_or_calls(self, rules: "_Rules") -> str:
         """Free text, and calls wherever the format's trigger stands; a text is either where calls come first only."""
@@ -228,10 +228,11 @@ class _Rules:
         self.lines.append(f"{name}: {body}")
         return name.partition("[")[0]
 
-    def schema(self, schema: Any) -> str:
-        """Add the rule of a JSON schema, on one line as `Grammar.json` is."""
+    def schema(self, schema: Any, any_whitespace: bool = False) -> str:
+        """Add the rule of a JSON schema, on one line unless `any_whitespace`, as `Grammar.json` is."""
         one_line = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        own = {**schema, "x-guidance": one_line} if isinstance(schema, Mapping) else schema
+        space = {"whitespace_flexible": True} if any_whitespace else one_line
+        own = {**schema, "x-guidance": space} if isinstance(schema, Mapping) else schema
         return self.add(f"%json {json.dumps(own)}")
 
     def literal(self, text: str) -> str:
