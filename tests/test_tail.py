@@ -14,8 +14,6 @@ SIN = (torch.ops.aten.sin.default,)  # in the place of attention
 ROWS = torch.tensor([6, 2, 6])
 LENS = (5, 9, 14)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Gated(torch.nn.Module):
     """Its last piece takes a gate, half of a product, whose rows are strided; `aux` comes from before it."""
