@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec
 from specdec.backends.linear.fp8 import fp8_linear, in_blocks, quantise
@@ -107,6 +108,29 @@ def test_drafts_are_of_our_ops(algo, num_joined, flat):
     specdec.attach(model, random_draft(model, algo), algo=algo, compile=True, compiler="eager").detach()
     assert len(flat) >= 2 and all(all(covered) for _, covered in flat)
     assert sum(found["joined_inputs"] for found in flat.ops) == num_joined
+
+
+class Calls(TorchDispatchMode):
+    """Notes the ops that are called, those within an op of ours left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_of_a_head_outside_of_traces_are_batch_invariant():
+    """Else drafts, and so samples, would differ from one batch size to another."""
+    head = random_draft(tiny_model("llama"), "eagle3")
+    features, states = torch.randn(3, head.fc.in_features), torch.randn(3, head.hidden_size)
+    with torch.inference_mode(), Calls() as calls:
+        head.fuse(features)
+        head.project(head.normed(states))
+    assert [n for n in calls.names if "linear" in n or "mm" in n] == ["specdec.linear.default"] * 2
+    assert head.fuse(features).requires_grad == head.fc.weight.requires_grad
 
 
 def norm(x, weight, eps=1e-5, offset=0.0, power=2, dim=-1):

@@ -71,7 +71,7 @@ class HotVocabHead(LlamaLikeHead):
         self.config = c
         self.aux_layers = c.aux_layers
         self.hidden_size, self.target_hidden_size, self.vocab_size = size, c.target_hidden_size, c.vocab_size
-        self.fc = nn.Linear(len(c.aux_layers) * c.target_hidden_size, size, bias=False)
+        self.fc = BatchInvariantLinear(len(c.aux_layers) * c.target_hidden_size, size, bias=False)
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
 
@@ -87,12 +87,16 @@ class HotVocabHead(LlamaLikeHead):
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
 
-class OutputHead(nn.Linear):
-    """An output head, computed by `specdec::linear` where no gradient is needed."""
+class BatchInvariantLinear(nn.Linear):
+    """A linear layer outside of what is traced, computed by `specdec::linear` where no gradient is needed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [..., h_d] to [..., dv]."""
+        """Map [..., K] to [..., N]."""
         return super().forward(x) if torch.is_grad_enabled() else linear(x, self.weight, self.bias)
+
+
+class OutputHead(BatchInvariantLinear):
+    """An output head, of states [..., h_d] to logits [..., dv]."""
 
 
 class DraftAttention(nn.Module):
