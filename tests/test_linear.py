@@ -221,10 +221,15 @@ def test_products_by_our_kernel_take_rows_of_any_shape(monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Tell whether cuBLAS has our bits by `agrees`, and count the questions."""
-    asked, agrees = [], [True]
+    """Tell whether cuBLAS, and cuBLASLt, have our bits by `agrees`, and note the questions."""
+    asked, agrees = [], [True, False]
+
+    def answer(num_rows, weight, bias, given):
+        asked.append(num_rows if given is bias else "lt")
+        return agrees[given is not bias]
+
     monkeypatch.setattr(cublas, "ANSWERS", {})
-    monkeypatch.setattr(cublas, "_agrees", lambda num_rows, *rest: asked.append(num_rows) or agrees[0])
+    monkeypatch.setattr(cublas, "_agrees", answer)
     return asked, agrees
 
 
@@ -236,19 +241,34 @@ def test_many_rows_go_to_cublas_where_it_has_our_bits(counted, activation, most,
     monkeypatch.setattr(products, "product", lambda x, *rest: ours.append(x.shape[0]) or run(x, *rest))
     for agrees[0], rows in ((True, most), (True, most + 1), (True, most + 1), (False, most + 2), (False, most + 2)):
         cublas.product(random(rows, 8, dtype=torch.float16), weight, None, activation)
-    assert asked == [most + 1, most + 2], "once for each number of rows"
+    assert asked == [most + 1, most + 2, *["lt"] * (most >= cublas.LT_ROWS)], "once for each number of rows"
     assert ours == [most, most + 2, most + 2]
     monkeypatch.setattr(cublas, "is_rehearsing", lambda: True)
     cublas.product(random(most + 3, 8, dtype=torch.float16), weight, None, activation)
-    assert len(asked) == 2, "a rehearsal asks nothing"
+    assert asked.count(most + 3) == 0, "a rehearsal asks nothing"
     assert ours[3:] == [16, most + 3], "and meets the kernels of both ways, and what compares them"
+
+
+def test_where_cublas_splits_k_its_lt_may_not(counted, monkeypatch):
+    asked, agrees = counted
+    agrees[:] = False, True
+    monkeypatch.setattr(products, "product", lambda *given: None)
+    x, weight = random(cublas.LT_ROWS + 1, 8, dtype=torch.float16), random(16, 8, dtype=torch.float16)
+    for bias in (None, random(16, dtype=torch.float16)):
+        expected = torch.nn.functional.linear(x, weight) if bias is None else None
+        for _ in range(2):
+            out = cublas.product(x, weight, bias, None)
+            assert (out is None) == (expected is None) and (out is None or out.equal(expected))
+    assert asked == [len(x), "lt", len(x)], "a product with a bias is cuBLASLt's in any case"
+    assert cublas.product(x[:-1], weight, None, None) is None and asked[3:] == [len(x) - 1], "ours is faster"
 
 
 def test_bits_of_cublas_are_compared_on_rows_from_first_to_last(monkeypatch):
     weight = random(16, 8, dtype=torch.float16)
     monkeypatch.setattr(cublas.F, "linear", lambda x, weight, bias: products.product(x, weight, bias, None))
-    assert cublas._agrees(150, weight, None) and cublas._agrees(150, weight, weight[:, 0].contiguous())
-    assert not cublas._agrees(150, torch.zeros_like(weight), None), "zeros are the same in any order"
+    bias = weight[:, 0].contiguous()
+    assert cublas._agrees(150, weight, None, None) and cublas._agrees(150, weight, bias, bias)
+    assert not cublas._agrees(150, torch.zeros_like(weight), None, None), "zeros are the same in any order"
 
     def off_in_the_last(x, weight, bias):
         out = products.product(x, weight, bias, None)
@@ -256,19 +276,19 @@ def test_bits_of_cublas_are_compared_on_rows_from_first_to_last(monkeypatch):
         return out
 
     monkeypatch.setattr(cublas.F, "linear", off_in_the_last)
-    assert not cublas._agrees(150, weight, None)
+    assert not cublas._agrees(150, weight, None, None)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", BITS, ids=str)
-@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (960, 576), (1000, 1001)])
+@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (960, 576), (1000, 1001), (4096, 14336)])
 def test_bits_depend_on_neither_rows_nor_tiles_and_are_those_of_cublas(N, K, dtype, monkeypatch):
     x, bias = random(512, K, dtype=dtype), random(N, dtype=dtype, seed=2)
     weight = random(N, K, dtype=dtype, seed=1) * K**-0.5
     for added in (None, bias):
         full = products.product(x, weight, added, None)
         assert K % 8 or torch.nn.functional.linear(x, weight, added).equal(full)
-        for rows in (1, 2, 5, 16, 33, 64, 100, 128, 300, 512):
+        for rows in (1, 2, 5, 16, 33, 64, 100, 128, 136, 264, 300, 512):
             assert products.product(x[:rows], weight, added, None).equal(full[:rows])
             assert ops.linear(x[:rows], weight, added).equal(full[:rows])
     for tile in (Tile(16, 64, 64, 4, 3), Tile(32, 32, 128, 4, 3), Tile(64, 128, 64, 8, 3), Tile(16, 16, 256, 2, 2)):
