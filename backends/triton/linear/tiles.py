@@ -57,7 +57,8 @@ def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.dev
             tiles = WIDE
         else:
             tiles = SHORT if K < 1024 else NARROW if is_narrow else MIDDLE
-        tile = tiles[sum(num_rows > limit for limit in (16, 32, 64))]
+        limits = 16, 32, 96 if tiles is GATED else 64  # two tiles that overlap beat one with many rows missing
+        tile = tiles[sum(num_rows > limit for limit in limits)]
         if tile == GATED[-1] and NUM_MULTIPROCESSORS < cdiv(N, tile.n) <= 2 * NUM_MULTIPROCESSORS:
             tile = tile._replace(num_stages=3)  # two programs fit on a multiprocessor, so all run at once
     return tile.fitting(2 if is_gated else 1, shared_memory(device) - (8 << 10))
