@@ -279,6 +279,15 @@ def test_bits_of_cublas_are_compared_on_rows_from_first_to_last(monkeypatch):
     assert not cublas._agrees(150, weight, None, None)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_the_last_tile_of_rows_overlaps_the_one_before(activation, monkeypatch):
+    x, weight = random(40, 64, dtype=torch.float16), random(48, 64, dtype=torch.float16, seed=1)
+    monkeypatch.setattr(products, "choose_tile", lambda *given: Tile(16, 16, 32, 4, 2))
+    expected = torch.cat([products.product(row, weight, None, activation) for row in x.split(1)])
+    for rows in (3, 16, 17, 31, 40):
+        assert products.product(x[:rows], weight, None, activation).equal(expected[:rows])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize(("N", "K"), [(6144, 4096), (960, 576), (1000, 1001), (4096, 14336)])

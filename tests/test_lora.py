@@ -64,7 +64,7 @@ def apart(x, weight, bias, a, b, scales, activation, adapters):
     return gates.gate(y, activation) if activation else y
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 5, 32, 64])
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 32, 40, 64])
 def test_one_product_has_the_bits_of_product_adapters_and_gate_apart(num_rows):
     for sizes, rest, activation, rank, K in (
         ((64,), 0, "", 16, 1040),

@@ -20,7 +20,7 @@ from specdec.backends.triton.launch.relaunch import cached_launch, follows_early
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.lora import low_rows, one_by_one, plus
 from specdec.backends.triton.linear.parts import filled, picked
-from specdec.backends.triton.linear.products import SMALL, dot, finished, launch_of, product_sums
+from specdec.backends.triton.linear.products import SMALL, dot, finished, first_row, launch_of, product_sums
 from specdec.backends.triton.linear.shrink import sums_by_adapter
 from specdec.backends.triton.linear.tiles import choose_tile
 
@@ -118,7 +118,7 @@ def _adapted_kernel(
     """See `products._product_kernel`. n0, n1, n2: columns of the parts, which begin where tiles do; behind them there
     are no adapters. With an activation, gate and up are the parts."""
     N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
-    first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    first_m, first_n = first_row(num_rows, BLOCK_M), tl.program_id(1) * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     if LEADS:
         gdc_launch_dependents()

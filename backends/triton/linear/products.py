@@ -44,6 +44,13 @@ def _tile(matrix, first, k, end, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
+def first_row(num_rows, BLOCK_M: tl.constexpr):
+    """Return where a program's rows begin. The last tile overlaps the one before rather than pass the last row: TMA is
+    slow there."""
+    return tl.minimum(tl.program_id(0) * BLOCK_M, tl.maximum(num_rows - BLOCK_M, 0))
+
+
+@triton.jit
 def product_sums(
     weight,
     x,
@@ -111,9 +118,7 @@ def _product_kernel(
     leads: 1 if the next kernel may start early, else 0.
     """
     N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
-    # The last tile overlaps the one before rather than pass the last row, since TMA is slow there.
-    first_m = tl.minimum(tl.program_id(0) * BLOCK_M, tl.maximum(num_rows - BLOCK_M, 0))
-    first_n = tl.program_id(1) * BLOCK_N
+    first_m, first_n = first_row(num_rows, BLOCK_M), tl.program_id(1) * BLOCK_N
     if PDL:
         if leads != 0:
             gdc_launch_dependents()

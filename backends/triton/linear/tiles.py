@@ -32,13 +32,15 @@ class Tile(NamedTuple):
         return self._replace(k=last, num_stages=max(num_stages, 1))
 
 
-# For up to 16, 32, 64 and 128 rows.
+# For up to 16, 32, 64 and 128 rows; see LIMITS.
 SHORT = (Tile(16, 64, 128, 4, 5), Tile(32, 64, 128, 4, 5), Tile(64, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4))
 NARROW = (Tile(16, 64, 256, 4, 5), Tile(32, 64, 128, 4, 8), Tile(64, 64, 128, 4, 6), Tile(64, 64, 128, 4, 6))
 MIDDLE = (Tile(16, 64, 256, 4, 4), Tile(32, 64, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 4))
 WIDE = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(128, 128, 64, 4, 6))
 GATED = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 64, 4, 5), Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 5))
 GATED_NARROW = tuple(Tile(m, 16, 128, 2, 4) for m in (16, 32, 64, 64))
+# Two tiles of rows that overlap beat one with many rows past the last, where TMA is slow.
+LIMITS: dict[tuple[Tile, ...], tuple[int, int, int]] = {NARROW: (16, 48, 64), GATED: (16, 32, 96)}
 # For more rows.
 MANY, MANY_GATED = Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4)
 SMALLER = (Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 6))  # while each multiprocessor has one program at most
@@ -57,8 +59,7 @@ def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.dev
             tiles = WIDE
         else:
             tiles = SHORT if K < 1024 else NARROW if is_narrow else MIDDLE
-        limits = 16, 32, 96 if tiles is GATED else 64  # two tiles that overlap beat one with many rows missing
-        tile = tiles[sum(num_rows > limit for limit in limits)]
+        tile = tiles[sum(num_rows > limit for limit in LIMITS.get(tiles, (16, 32, 64)))]
         if tile == GATED[-1] and NUM_MULTIPROCESSORS < cdiv(N, tile.n) <= 2 * NUM_MULTIPROCESSORS:
             tile = tile._replace(num_stages=3)  # two programs fit on a multiprocessor, so all run at once
     return tile.fitting(2 if is_gated else 1, shared_memory(device) - (8 << 10))
