@@ -20,7 +20,7 @@ from specdec import shipped
 from specdec.api import attach
 from specdec.core.errors import CheckpointError
 from specdec.core.text.prompts import tokenizer_fingerprint
-from specdec.reach.heads.load import detect_algo
+from specdec.reach.heads.load import detect_algo, save_head
 from specdec.reach.targets.pretrained import load_draft, load_pretrained
 from specdec.tools.commands.train import app, print_json
 from specdec.tools.train import generation
@@ -30,6 +30,7 @@ from specdec.tools.train.fit import checkpoint_of
 from specdec.tools.train.generation import Generation, prepare, shard_jobs
 from specdec.tools.train.objectives import survival_weights
 from specdec.tools.train.trainer import LossWatch, Trainer
+from tests.heads import random_block
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
 SHORT = ["--tokens-per-batch", "256", "--chunk-rows", "64", "--dtype", "float32", "--device", "cpu"]
@@ -181,6 +182,20 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, mo
     assert all(torch.equal(kept[name], given[name]) for name in given)
     with pytest.raises(ValueError, match="neither of prompts"):
         invoke("adapt", target, head, *common, "--out", tmp_path / "none")
+
+
+def test_blocks_shorter_than_the_recipe_are_adapted_and_longer_steps_refused_before_generating(
+    folder: Path, tmp_path: Path
+) -> None:
+    target, prompts = folder / "target", [folder / "questions.jsonl", "--max-new-tokens", 12, *SHORT[-4:]]
+    head = random_block(tiny_target(), block_size=5, predicts_next=False, markov_rank=0)
+    save_head(tmp_path / "head", head, dtype=torch.float32, num_layers=5)
+    got = invoke("adapt", target, tmp_path / "head", "--prompts", *prompts, "--minutes", 0.005, "--out", tmp_path / "a")
+    assert len(got["accept_at"]) == 4 and got["recipe"].startswith("4 steps")
+    new = ["--algo", "block", "--num-steps", 9, "--max-steps", 1, "--out", tmp_path / "new"]
+    with pytest.raises(ValueError, match="num_steps=9: the head drafts blocks of 8 rows; expected at most 8"):
+        invoke("run", "--target", target, "--gsm8k", *prompts, *new)
+    assert not (tmp_path / "new.corpus.safetensors").exists()
 
 
 def test_a_small_model_that_gguf_cannot_hold_is_adapted_as_it_is(folder: Path, tmp_path: Path) -> None:

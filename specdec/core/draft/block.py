@@ -36,11 +36,8 @@ class BlockWorker(DraftModelWorker):
         self.first = 0 if head.predicts_next else 1  # the row of the first draft
         device = head.weight.device
         self.rope_tables = torch.stack(head.rope(torch.arange(self.config.table_width, device=device)), 1)
-        most, steps = head.block_size - self.first, self.config.num_steps
-        if steps > most:
-            raise ValueError(
-                f"num_steps={steps}: the head drafts blocks of {head.block_size} rows; expected at most {most}"
-            )
+        steps = self.config.num_steps
+        head.check_steps(steps)
         self.mask_ids = torch.full((steps,), head.mask_token_id, dtype=torch.int64, device=device)
         self.width = trellis.width_of(self.config.verify_width)
         depths = self._candidate_depths().to(device)

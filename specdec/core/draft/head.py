@@ -157,6 +157,19 @@ class BlockDraftHead(DraftHead):
     predicts_next: bool
 
     @property
+    def most_steps(self) -> int:
+        """The largest num_steps."""
+        return self.block_size - (0 if self.predicts_next else 1)
+
+    def check_steps(self, num_steps: int) -> None:
+        """Raise ValueError if its blocks have too few rows for `num_steps`."""
+        if num_steps > self.most_steps:
+            raise ValueError(
+                f"num_steps={num_steps}: the head drafts blocks of {self.block_size} rows; expected at most "
+                f"{self.most_steps}"
+            )
+
+    @property
     @abstractmethod
     def markov(self) -> Markov | None:
         """What it knows of the token before; None if nothing."""

@@ -17,16 +17,10 @@ from specdec.tools.train.ttt import prefix_and_diagonal
 def block_states(
     head: BlockDraftHead, embed: torch.nn.Module, tokens: torch.Tensor, features: torch.Tensor, num_steps: int
 ) -> Sequence[torch.Tensor]:
-    """Return the states [B, T, h_d] that score drafts 0..num_steps-1, in order; arguments as in `ttt.unroll`.
-    ValueError if the head's blocks have too few rows for `num_steps`."""
+    """Return the states [B, T, h_d] that score drafts 0..num_steps-1, in order; arguments as in `ttt.unroll`."""
     (batch, length), device = features.shape[:2], tokens.device
     first = 0 if head.predicts_next else 1
     num_rows = num_steps + first
-    if num_rows > head.block_size:
-        raise ValueError(
-            f"num_steps={num_steps}: the head drafts blocks of {head.block_size} rows; expected at most "
-            f"{head.block_size - first}"
-        )
     with torch.no_grad():
         embed = head.embed_tokens or embed
         roots = embed(tokens[:, 1 : 1 + length]).to(features.dtype)

@@ -1,14 +1,14 @@
 """Trains a draft on corpora: splits them, makes the student (the draft in training), trains it and exports it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.head import BlockDraftHead, DraftHead
 from specdec.core.ranges import whole
 from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.checkpoints.replacing import check_free, check_place, write_text
@@ -86,7 +86,7 @@ def train(
         **student.facts,
         "trained_parameters": student.objective.num_trained,
         "exported_bytes": sum(f.stat().st_size for f in out.iterdir() if f.suffix in (".safetensors", ".gguf")),
-        "recipe": config.words,
+        "recipe": student.objective.config.words,
         "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU",
         **result,
     }
@@ -184,7 +184,7 @@ def check_student(
 
 def _head(setup: StudentSetup, row: HeadFormat) -> Student:
     """Make a student of a head, fresh or already trained."""
-    model, init, target = setup.model, setup.shape.init, TargetShape.of(setup.model)
+    model, init, target, config = setup.model, setup.shape.init, TargetShape.of(setup.model), setup.config
 
     def hot_ids(size: int) -> torch.Tensor:
         return choose_hot_vocab(setup.corpus, size, target.vocab_size, special_ids(model, setup.tokenizer))
@@ -193,12 +193,16 @@ def _head(setup: StudentSetup, row: HeadFormat) -> Student:
         head = load_head(init, target, torch.float32, model.get_input_embeddings().weight.device, row.algo)
         if setup.shape.draft_vocab_size is not None:
             head = _with_vocab(head, model, hot_ids(min(setup.shape.draft_vocab_size, target.vocab_size)))
+        is_default = config.num_steps == row.training.recipe.get("num_steps")
+        if isinstance(head, BlockDraftHead) and is_default and config.num_steps > head.most_steps:
+            config = replace(config, num_steps=head.most_steps)
+            print(f"num_steps: {head.most_steps}, the most that blocks of {head.block_size} rows draft")
     else:
-        head = row.fresh(model, setup.shape, setup.config.seed, hot_ids)
+        head = row.fresh(model, setup.shape, config.seed, hot_ids)
     TTTAttention(head.attention_layers)  # ValueError for sinks
-    objective = HeadObjective(model, head, setup.config)
+    objective = HeadObjective(model, head, config)
     dtype, facts = objective.draft.weight.dtype, dict[str, Any]()
-    is_shared = row.shares_lm_head_rows and not setup.config.train_lm_head and _has_rows_of(head, model)
+    is_shared = row.shares_lm_head_rows and not config.train_lm_head and _has_rows_of(head, model)
     if row.shares_lm_head_rows:
         counts, num_hot = setup.corpus.answer_counts(head.vocab_size), head.hot_ids.numel()
         coverage = float(counts[head.hot_ids.cpu()].sum() / counts.sum())

@@ -149,11 +149,13 @@ class Objective(ABC):
 
 class HeadObjective(Objective):
     """Objective of draft heads, unrolled over their own states: soft cross-entropy, and feature loss if weighted.
-    ValueError for a head of several MTP modules."""
+    ValueError for a head of several MTP modules, or of blocks that are too short for num_steps."""
 
     def __init__(self, model: PreTrainedModel, head: DraftHead, config: TrainConfig):
         if head.num_modules > 1:
             raise ValueError(f"the head has {head.num_modules} MTP modules: expected one, more cannot be trained yet")
+        if isinstance(head, BlockDraftHead):
+            head.check_steps(config.num_steps)
         refuse(config, head.algo, "prompt_weight", "a head reads features of the answer's rows only")
         if head.aux_layers != (LAST,):
             refuse(config, head.algo, "feature_weight", "its states are no features of the target")
