@@ -161,6 +161,14 @@ def test_long_sequences_are_cut() -> None:
     assert batch.num_tokens == 20 and batch.rows.tolist() == list(range(9, 19))
 
 
+def test_sequences_without_a_row_to_train_are_left_out() -> None:
+    """A prompt longer than max_len made its whole batch as wide, and gave no row."""
+    corpus = Corpus.of([([1] * 6, [3] * 5), ([1] * 30, [3] * 5), ([1], [3])])
+    for takes_prompts, planned in ((False, [0]), (True, [0, 1, 2])):
+        batches = Batches(corpus, 2, 256, 20, CPU, takes_prompts=takes_prompts)
+        assert sorted(int(i) for part in batches.plan(0) for i in part) == planned
+
+
 def test_held_out_keeps_samples_of_a_prompt_together() -> None:
     corpus = Corpus.of([([k, k, k], [s]) for s in range(3) for k in range(20)])
     train, held = split_held_out(corpus, 4, seed=0)

@@ -31,11 +31,20 @@ class Batch:
 class Batches:
     """Batches of `corpus` of at most `tokens_per_batch` padded tokens; sequences are cut at `max_len` tokens.
 
+    Sequences without a row to train, such as those cut within the prompt, are left out, unless takes_prompts.
     ValueError if the longest sequence does not fit a batch.
     A target row before `num_steps` has no column at the last step and is not trained (prompts are longer than that).
     """
 
-    def __init__(self, corpus: Corpus, num_steps: int, tokens_per_batch: int, max_len: int, device: torch.device):
+    def __init__(
+        self,
+        corpus: Corpus,
+        num_steps: int,
+        tokens_per_batch: int,
+        max_len: int,
+        device: torch.device,
+        takes_prompts: bool = False,
+    ):
         self.num_steps = num_steps
         self.tokens_per_batch = tokens_per_batch
         self.device = device
@@ -43,6 +52,7 @@ class Batches:
         self._answer = corpus.answer.numpy()
         self._starts = corpus.offsets[:-1].numpy()
         self._lengths = np.minimum(corpus.lengths.numpy(), max_len)
+        self._takes_prompts = takes_prompts
         widest = int(self._padded(self._lengths).max(initial=0))
         if widest > tokens_per_batch:
             raise ValueError(
@@ -53,10 +63,13 @@ class Batches:
     @property
     def num_rows(self) -> int:
         """Number of rows trained in an epoch."""
+        return int(self._rows_of_each().sum())
+
+    def _rows_of_each(self) -> np.ndarray:
         counts = np.diff([*self._starts, len(self._tokens)])
         places = np.arange(len(self._tokens)) - self._starts.repeat(counts)
-        is_trained = (places > self.num_steps) & (places < self._lengths.repeat(counts))
-        return int(np.count_nonzero(self._answer & is_trained))
+        is_trained = self._answer & (places > self.num_steps) & (places < self._lengths.repeat(counts))
+        return np.bincount(np.arange(len(counts)).repeat(counts)[is_trained], minlength=len(counts))
 
     def plan(self, seed: int | None) -> list[np.ndarray]:
         """Return the sequence indices of each batch of an epoch, shuffled by `seed`; None: longest first."""
@@ -64,6 +77,8 @@ class Batches:
         count = len(self._lengths)
         order = np.arange(count) if seed is None else random.permutation(count)
         padded = self._padded(self._lengths)
+        if not self._takes_prompts:
+            order = order[self._rows_of_each()[order] > 0]
         order = order[np.argsort(padded[order], kind="stable")[::-1]]  # a batch is as wide as its first sequence
         plan = []
         while len(order):

@@ -99,8 +99,9 @@ def _fit_or_keep(trainer: Trainer) -> dict[str, Any]:
     module, before = trainer.objective.optimizer.module, trainer.evaluate()
     if not before["tau"]:
         raise ValueError(
-            f"no held-out answer has two tokens after the first num_steps={trainer.config.num_steps} of its text, so "
-            "that no round of a draft can be measured: expected longer answers, or more of them"
+            f"no held-out answer has two tokens after the first num_steps={trainer.config.num_steps} of its text and "
+            f"before max_len={trainer.config.max_len}, so that no round of a draft can be measured: expected longer "
+            "answers, more of them, or shorter prompts"
         )
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     result = trainer.fit()

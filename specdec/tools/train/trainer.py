@@ -37,8 +37,8 @@ class Trainer:
         self.device = objective.device
         self.checkpoint = checkpoint
         self._digest = train.digest
-        self.batches = Batches(train, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
-        self.held_out = Batches(held_out, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
+        shape = (c.num_steps, c.tokens_per_batch, c.max_len, self.device, c.prompt_weight > 0)
+        self.batches, self.held_out = Batches(train, *shape), Batches(held_out, *shape)
         self.step = self.epoch = self.cursor = self.tokens_seen = 0
         self._watch = LossWatch(c.lr, self.device)
         self.seconds_before = 0.0  # spent by the runs that this one resumes
