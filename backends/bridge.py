@@ -23,7 +23,8 @@ class AttentionBridge:
     """The static buffers of one model's attention calls, shared by all its layers and all its graphs.
 
     max_tokens: of the largest graph. interrupt: ends the part of the graph that is being captured, keeps the callable
-    it is given for every replay, and begins the next part; outside a capture it calls it immediately.
+    it is given for every replay, and begins the next part; outside a capture it calls it immediately. `plan` comes
+    before every replay, and before graphs are made: warm-ups attend, too (to tokens of the dummy row, say).
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class AttentionBridge:
 
     def _attend_live(self, layer_id: int) -> None:
         """Run the attention of one layer of the planned forward."""
+        if not self._live:
+            raise RuntimeError("nothing to attend to is planned: call AttentionBridge.plan() before graphs are made")
         self.context.backend.attend(self._live[layer_id])
 
 

@@ -10,6 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from specdec.backends import (
+    AttentionBridge,
+    ForwardContext,
+    KVPool,
+    LayerSpec,
+    SlotTables,
+    TorchBackend,
+    attention,
+)
 from specdec.core.errors import GraphError
 from specdec.graphs import (
     BreakableCapture,
@@ -23,6 +32,7 @@ from specdec.graphs import (
 from specdec.graphs.building import build
 from specdec.graphs.compile.trace import trace
 
+CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -465,3 +475,29 @@ def test_a_join_that_fails_half_way_leaves_no_trace(monkeypatch):
         trace(model, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
     monkeypatch.undo()
     assert all(p.untyped_storage().nbytes() == p.numel() * 4 for p in model.parameters())
+
+
+def test_attention_that_breaks_a_graph_needs_a_plan_first():
+    """Warm-ups ended in an IndexError of an empty list."""
+    layer = LayerSpec(num_heads=2, num_kv_heads=1, qk_dim=16, v_dim=16, scaling=0.25)
+    backend, capture = TorchBackend(), RecordedBreakable()
+    tables = SlotTables(2, 16, 32, 1, CPU)
+    pool = KVPool([layer.shape], tables.total_slots, torch.float32, CPU)
+    context = ForwardContext(backend, pool, [layer], sinks=[None], on_forward=lambda mode: None)
+    bridge = AttentionBridge(context, 8, torch.float32, CPU, capture.interrupt)
+
+    def body(variant, slots):
+        with bridge.capturing(slots):
+            q, k = torch.ones(len(slots), 2, 16), torch.ones(len(slots), 1, 16)
+            return attention(q, k, k, layer_id=0)
+
+    def made():
+        setup = Setup(capture, Counters(), CPU, (8,), unit="tokens")
+        runner = GraphRunner("prefill", body, [BufferSpec("slots", lambda n: (n,), torch.int64, pad=0)], setup)
+        build([runner], capture, lower="the buckets")
+        return runner
+
+    with pytest.raises(RuntimeError, match=r"call AttentionBridge\.plan\(\) before graphs are made"):
+        made()
+    bridge.plan(backend.metadata.prefill(tables.table, torch.tensor([2]), starts=[0], q_lens=[8]), 8)
+    assert made()("", {"slots": torch.arange(8)}).shape == (8, 2, 16)
