@@ -11,7 +11,7 @@ from specdec.core.text.prompt_sets import parsed
 BATCH = 1000  # texts for the tokenizer at a time
 
 
-def frequent_ids(tokenizer: Any, texts: Iterable[str], size: int) -> list[int]:
+def frequent_ids(tokenizer: Any, texts: str | Iterable[str], size: int) -> list[int]:
     """Return the ids of `size` tokens, ascending: the special ones, then the most frequent of `texts`, then the lowest.
 
     tokenizer: transformers' own, of the target. ValueError for a size that it has not as many tokens for, or that is
@@ -23,7 +23,7 @@ def frequent_ids(tokenizer: Any, texts: Iterable[str], size: int) -> list[int]:
             f"size={size}: expected more than the {len(special)} special tokens, and at most all {len(tokenizer)}"
         )
     counts: Counter[int] = Counter()
-    rest = iter(texts)
+    rest = iter([texts] if isinstance(texts, str) else texts)
     while some := list(islice(rest, BATCH)):
         counts.update(chain.from_iterable(tokenizer(some, add_special_tokens=False)["input_ids"]))
     by_count = sorted(counts, key=lambda token: (-counts[token], token))
