@@ -436,6 +436,14 @@ def test_recipes_are_configs_of_their_own() -> None:
         recipe("medusa", epochs=1)
 
 
+def test_weights_of_steps_beside_survival_are_refused_where_they_were_ignored() -> None:
+    for algo, changes in (("block", {}), ("eagle", {"survival": True})):
+        with pytest.raises(ValueError, match=f"step_decay: survival weights the steps of '{algo}' here"):
+            recipe(algo, epochs=1, step_decay=0.5, **changes)
+    assert recipe("block", epochs=1, step_decay=0.5, survival=False).step_weights[1] == 0.5
+    assert recipe("nextn", epochs=1, survival=True).survival  # whose own recipe has a decay
+
+
 LEARNING = [
     ("eagle", {"feature_weight": 0.1, "max_steps": 90}),
     ("eagle3", {}),

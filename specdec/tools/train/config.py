@@ -153,6 +153,13 @@ def training_of(algo: str) -> Training:
 
 
 def recipe(algo: str, **changes: Any) -> TrainConfig:
-    """Return the TrainConfig of `algo` with `changes` to its fields; None keeps a default. ValueError as for both."""
+    """Return the TrainConfig of `algo` with `changes` to its fields; None keeps a default. ValueError as for both, and
+    for weights of steps beside survival, which weights them itself."""
     given = {name: value for name, value in changes.items() if value is not None}
-    return TrainConfig(**{**training_of(algo).recipe, **given})
+    config = TrainConfig(**{**training_of(algo).recipe, **given})
+    if config.survival and (unread := [name for name in ("step_decay", "normalise_steps") if given.get(name)]):
+        raise ValueError(
+            f"{', '.join(unread)}: survival weights the steps of {algo!r} here; leave it out, or pass survival=False "
+            "(--no-survival)"
+        )
+    return config
