@@ -184,6 +184,21 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, mo
         invoke("adapt", target, head, *common, "--out", tmp_path / "none")
 
 
+@pytest.mark.parametrize("command", ["fit", "run", "adapt"])
+def test_a_draft_does_not_replace_its_target(command: str, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    save_target(tiny_target(), target)
+    weights, short = (target / "model.safetensors").read_bytes(), ["--algo", "eagle", "--max-steps", 1]
+    source = {
+        "fit": ["--target", target, "--corpus", folder / "a.safetensors", *short],
+        "run": ["--target", target, "--gsm8k", folder / "questions.jsonl", "--max-new-tokens", 12, *short],
+        "adapt": [target, shipped.path("smollm2-135m-instruct-eagle3"), "--prompts", folder / "questions.jsonl"],
+    }
+    with pytest.raises(ValueError, match=r"target' is the folder of the target: expected another one"):
+        invoke(command, *source[command], "--out", target, "--overwrite")
+    assert (target / "model.safetensors").read_bytes() == weights
+
+
 def test_blocks_shorter_than_the_recipe_are_adapted_and_longer_steps_refused_before_generating(
     folder: Path, tmp_path: Path
 ) -> None:

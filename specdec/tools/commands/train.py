@@ -12,12 +12,11 @@ from typing import Any
 
 import typer
 
-from specdec.reach.checkpoints.replacing import check_free
 from specdec.tools.commands.choices import OnTarget
 from specdec.tools.options import REQUIRED, argument, command_of, option
 from specdec.tools.train.adapt import adapt
 from specdec.tools.train.config import HeadShape, TrainConfig, recipe
-from specdec.tools.train.fit import ALSO_WRITTEN, beside, check_checkpoint, check_student, checkpoint_of, train
+from specdec.tools.train.fit import beside, check_checkpoint, check_out, check_student, checkpoint_of, train
 from specdec.tools.train.generation import Generation, prepare
 
 ALGOS = "eagle (EAGLE-1/2), eagle3, nextn (MTP), block (DFlash, DSpark), or standalone (a small LM)."
@@ -78,7 +77,7 @@ class Run(Training):
 
     def run(self) -> None:
         out, config = self.out, recipe(self.algo, **self.picked(TrainConfig))
-        check_free(out, self.overwrite, ALSO_WRITTEN)
+        check_out(out, self.target, self.overwrite)
         check_checkpoint(checkpoint_of(out), False, self.overwrite)
         corpus = beside(out, ".corpus.safetensors")
         generation = Generation(**{**self.picked(Generation), "seed": config.seed})

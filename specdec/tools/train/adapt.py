@@ -6,13 +6,12 @@ from typing import Any
 
 from specdec.core.ranges import list_of, shown, whole
 from specdec.core.text.prompt_sets import records
-from specdec.reach.checkpoints.replacing import check_free
 from specdec.reach.heads.formats import STANDALONE
 from specdec.reach.heads.load import detect_algo
 from specdec.reach.targets.pretrained import gguf_of
 from specdec.tools.train.config import HeadShape, recipe
 from specdec.tools.train.data import Corpus
-from specdec.tools.train.fit import ALSO_WRITTEN, beside, check_checkpoint, check_student, checkpoint_of, train
+from specdec.tools.train.fit import beside, check_checkpoint, check_out, check_student, checkpoint_of, train
 from specdec.tools.train.generation import Generation, check_corpus, prepare
 
 GENERATING = 0.4  # share of the minutes that goes into text, where there is none yet
@@ -45,7 +44,7 @@ def adapt(
         given = "neither" if log is None else "both"
         raise ValueError(f"{given} of prompts (--prompts) and log (--from-log) given: expected one of them")
     algo = detect_algo(head)
-    check_free(out, overwrite, ALSO_WRITTEN)
+    check_out(out, target, overwrite)
     check_checkpoint(checkpoint_of(out), False, overwrite)
     is_files = algo == STANDALONE and gguf_of(head) is None  # a model of safetensors stays one
     shape = HeadShape(init=head, file_format="safetensors") if is_files else HeadShape(init=head)

@@ -65,7 +65,7 @@ def train(
     any training; FloatingPointError if the loss diverges.
     """
     held_out = whole(0).check("held_out", held_out)
-    check_free(out, overwrite or resume, ALSO_WRITTEN)  # now, not after hours of training
+    check_out(out, target, overwrite or resume)  # now, not after hours of training
     checkpoint = checkpoint_of(out)
     check_checkpoint(checkpoint, resume, overwrite)
     corpus = Corpus.merge([Corpus.load(path) for path in corpora])
@@ -110,6 +110,13 @@ def _fit_or_keep(trainer: Trainer) -> dict[str, Any]:
         trainer.objective.optimizer.refresh()
         result |= before
     return {**result, "tau_before": before["tau"]}
+
+
+def check_out(out: Path, target: str, overwrite: bool) -> None:
+    """Raise ValueError if `out` is the folder of the target, which a draft would replace, or as `check_free` does."""
+    if out.resolve() == Path(target).resolve():
+        raise ValueError(f"out={str(out)!r} is the folder of the target: expected another one for the draft")
+    check_free(out, overwrite, ALSO_WRITTEN)
 
 
 def checkpoint_of(out: Path) -> Path:
