@@ -184,6 +184,13 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, mo
         invoke("adapt", target, head, *common, "--out", tmp_path / "none")
 
 
+def test_the_card_tells_no_acceptance_that_was_not_measured(folder: Path, tmp_path: Path) -> None:
+    """Without held-out text it said that tau is 0."""
+    fit(folder, "eagle", tmp_path / "h", "--max-steps", 1, "--held-out", 0)
+    card = (tmp_path / "h" / "README.md").read_text("utf-8")
+    assert "| held out sequences | 0 |" in card and "tau" not in card and "draft step" not in card
+
+
 @pytest.mark.parametrize("command", ["fit", "run", "adapt"])
 def test_a_draft_does_not_replace_its_target(command: str, folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"

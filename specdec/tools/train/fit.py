@@ -283,6 +283,8 @@ def write_card(folder: str | Path, facts: Mapping[str, Any]) -> Path:
     """Write README.md into `folder`: the draft's purpose, its training and its acceptance. facts: what `train` returns,
     by name; "algo" and "target" are required."""
     kind = training_of(facts["algo"])
+    if facts.get("tau") == 0:  # no held-out round was played, so nothing is known
+        facts = {k: v for k, v in facts.items() if k not in ("tau", "tau_of_starts", "acc", "accept_at")}
     named = {k: v for k, v in facts.items() if k not in ("algo", "target", "acc", "accept_at", "loss")}
     if "tau" in named:
         named["simulated tau, held out"] = named.pop("tau")
