@@ -74,6 +74,19 @@ def test_samples_of_one_prompt_are_prefilled_once_and_changed_weights_are_notice
     engine.detach(), twin.detach()
 
 
+def test_a_long_text_takes_the_place_of_a_copy_of_its_beginning(monkeypatch):
+    """No state was kept within the first text, so the second has K/V of its own; only its end is kept, too."""
+    monkeypatch.setattr("specdec.core.engine.scheduler.GROWTH", STEP)
+    model = recurrent_model("lfm2").to(DEVICE)
+    engine = engine_of(model, None, cuda_graph=False, max_batch=1)
+    first = engine.generate([prompt_of(5)], max_new_tokens=40, ignore_eos=True)
+    prompt = [*prompt_of(5), *first.tokens[0], 9, 10]
+    out = engine.generate([prompt], max_new_tokens=96 - len(prompt), ignore_eos=True)
+    assert out.tokens == [greedy(model, prompt, 96 - len(prompt))] and out.requests[0].num_cached == 0
+    engine.check_integrity()
+    engine.detach()
+
+
 def test_prompts_that_come_together_share_what_they_have_in_common():
     """The second waits for the first, whose prefill stops where they part."""
     model = recurrent_model("qwen3_next").to(DEVICE)

@@ -138,7 +138,11 @@ class Scheduler:
         request.num_covered = math.inf if slots >= self._most_slots(request) else covered
 
     def preempt(self) -> None:
-        """Put the last running request in the order of admission back in the queue, with what it has emitted."""
+        """Put the last running request in the order of admission back in the queue, with what it has emitted. One that
+        runs alone takes all that is kept: another copy of its beginning cannot be evicted while its own end is kept."""
+        if len(self.running) == 1 and self.slot_tables.prefixes.num_pages:
+            self.slot_tables.prefixes.clear()
+            return
         request = max(self.running, key=lambda r: r.place)
         assert len(self.running) > 1 and request.row is not None, "a request does not fit alone"
         self._queue(request)  # first: one that is in both runs, see `repair`
