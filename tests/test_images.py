@@ -94,7 +94,11 @@ def test_padded_batches_and_inputs_by_name(models, kind):
         out = engine.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **inputs, **OPTIONS)
         assert out.tokens == [expected[0], expected[2]]
         with engine.install():
+            (beside,) = engine.submit(prompts[0], **OPTIONS)
             assert greedy(model, batch) == out.tokens
+            while engine.step():
+                pass
+            assert beside.tokens == expected[0]
             for name in ("output_scores", "output_logits"):
                 with pytest.raises(ValueError, match=f"{name}: the engine scores texts without images only"):
                     model.generate(**batch, max_new_tokens=2, return_dict_in_generate=True, **{name: True})

@@ -222,7 +222,8 @@ def _read(
     )
     positions = model_kwargs.get("position_ids")
     if images:
-        images |= {"position_ids": positions} if positions is not None and positions.dim() == 3 else {}
+        if positions is not None and positions.dim() == 3:  # before rotary positions transformers puts those of text
+            images["position_ids"] = positions[1:] if len(positions) > 3 else positions
         embed_prompts(engine._attached(), requests, {"input_ids": input_ids, "attention_mask": mask, **images})
     if wanted and any(request.embedded is not None for request in requests):
         raise ValueError(f"{wanted[0]}: the engine scores texts without images only; leave it out, or uninstall()")
