@@ -134,7 +134,7 @@ class _PaddedScope:
         self.context.store(k, v, layer_id, rope)
 
 
-_READ: Scope[torch.Tensor] = Scope("forward")
+_READ: Scope[torch.Tensor | None] = Scope("forward")
 rows_read = _READ.find  # [n] int64: all rows whose last hidden states are read of the current forward; None: any may be
 _SCOPE: Scope[AttentionScope] = Scope("attention", ". Code of your own calls attention() within forward_context()")
 attention_scope, current_scope = _SCOPE.within, _SCOPE.find
@@ -183,7 +183,7 @@ def forward_context(
     context.backend.plan(metadata)
     scope = _PaddedScope(context, {}, before) if metadata.is_packed else context
     # Adapters are told by token, so with them all rows are run.
-    reading = nullcontext() if rows is None or context.adapters is not None else _READ.within(rows)
+    reading = _READ.within(rows if context.adapters is None else None)
     with attention_scope(scope), context.recurrent(metadata), context.adapted(metadata), reading:
         yield
 

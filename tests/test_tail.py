@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import specdec
+from specdec.backends import ForwardContext, KVPool, SlotTables, TorchBackend, forward_context
+from specdec.backends.op import rows_read
 from specdec.graphs.compile import tail
 from specdec.graphs.compile.trace import trace
 from tests.heads import MODULES, random_draft
@@ -100,6 +102,18 @@ def test_prefills_of_target_and_draft_read_last_rows(algo, expected, narrowed):
     settings = {"prefill_graph": "piecewise", "compile": True, "compiler": "eager", "prefill_buckets": (4,)}
     with specdec.attach(model, draft, algo="auto" if draft is not None else algo, **settings) as engine:
         assert prefilled(engine, model, narrowed) == expected
+
+
+def test_a_forward_within_another_has_rows_of_its_own():
+    backend, cpu = TorchBackend(), torch.device("cpu")
+    tables = SlotTables(2, 16, 32, 1, cpu)
+    pool = KVPool([], tables.total_slots, torch.float32, cpu)
+    context = ForwardContext(backend, pool, [], sinks=[], on_forward=lambda mode: None)
+    metadata = backend.metadata.prefill(tables.table, torch.tensor([1]), starts=[0], q_lens=[8])
+    with forward_context(context, metadata, rows=ROWS):
+        assert rows_read() is ROWS
+        with forward_context(context, metadata):
+            assert rows_read() is None
 
 
 def test_scoring_reads_all_rows(narrowed):
