@@ -32,7 +32,7 @@ def on_rows(rows: torch.Tensor | None, num_tokens: int) -> Iterator[None]:
 
 
 def hoist_outputs(graph: fx.GraphModule, split_at: Sequence[Any]) -> None:
-    """Move what outputs need, but the last call of an op of `split_at` does not precede, before that call, in place."""
+    """Move what outputs need, and what does not depend on the last call of an op of `split_at`, before it, in place."""
     nodes = list(graph.graph.nodes)
     last = next((n for n in reversed(nodes) if is_call(n, split_at)), None)
     if last is None:

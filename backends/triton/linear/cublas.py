@@ -1,4 +1,4 @@
-"""Products of many rows: cuBLAS where its bits are those of our kernel, which they are where it does not split K."""
+"""Products of many rows: cuBLAS, else cuBLASLt, where its bits are our kernel's, as they are where K is not split."""
 
 from enum import Enum, auto
 from functools import cache
@@ -11,13 +11,14 @@ from specdec.backends.triton.launch.relaunch import OUR_ROWS
 from specdec.backends.triton.linear import gates, products
 
 MAX_ROWS, MAX_GATED_ROWS = OUR_ROWS, 128  # up to here our kernel is the faster one
-LT_ROWS = 128  # from here on cuBLASLt is faster than our kernel where cuBLAS splits K
+LT_ROWS = 128  # above, cuBLASLt is mostly faster than our kernel where cuBLAS splits K
 CHECKED_APART, LEAST_CHECKED = 64, 16  # rows: one of each of the smallest tiles that cuBLAS has for many rows
 SEED = 0
 
 
 class Way(Enum):
-    """Ways to multiply. torch gives a product with a bias to cuBLASLt, which seldom splits K; so the bias is zeros."""
+    """Ways to multiply. CUBLAS_LT adds a bias of zeros: torch gives products with a bias to cuBLASLt, which seldom
+    splits K."""
 
     OURS = auto()
     CUBLAS = auto()
