@@ -714,6 +714,7 @@ def test_of_triggers_that_begin_alike_all_tags_can_be_reached(compiler):
         (r"[\u005b-\u005d]", "[\\]"),
         (r'"\\u0041"', "\\"),
         ('start | [start] "start" # start\nstart ::= "b"', "abrst"),
+        ('start\nstart ::= "a" | start-rule\nstart-rule ::= "b"', "ab"),
     ],
 )
 def test_gbnf_is_read_as_in_llama_cpp(compiler, rule, text):

@@ -185,7 +185,7 @@ def source_of(grammar: Grammar) -> str:
         value = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))  # one item of the parser, not as many
     if grammar.kind == "ebnf":
         if re.search(r"(?m)^\s*start\s*::=", value):
-            value = START.sub(lambda m: m[1] or "start-rule", value)
+            value = START.sub(lambda m: m[1] or "specdec-start", value)
         value = any_to_lark(CODE.sub(_character, value))
     if grammar.kind == "structural_tag":
         tags = [_tag(part, value["triggers"], overrides) for part in value["structures"]]
