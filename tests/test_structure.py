@@ -324,6 +324,9 @@ def test_a_request_without_parallel_calls_gets_one(name, choice):
     assert matcher.fill(mask) and mask.tolist() == [1 << 2, 0, 0, 0], "EOS"
     two = f"{form.first}{one}{form.between}{one}{form.last}"
     assert parts_of(two, 3, form, None) == ["call: time", "arguments: {}"], "of a text that no grammar constrained"
+    splitter = Splitter(form, None)
+    splitter.feed(two[: two.rindex("}", 0, two.rindex("{}") + 2)], True)
+    assert splitter.has_calls, "a stop string within the second, which the answer leaves out"
 
 
 def test_parallel_calls_are_of_the_request(served):

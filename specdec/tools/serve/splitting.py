@@ -38,6 +38,7 @@ class Splitter:
         self, tools: ToolFormat | None, thinking: Thinking | None, is_thinking: bool = False, ends: Sequence[str] = ()
     ):
         self._tools, self._ends = tools, [end for end in ends if end]
+        self._is_single = tools is not None and tools.is_single
         self._marks = {
             _Mode.ARGUMENTS: regex.compile(tools.header) if tools else None,
             _Mode.THOUGHT: regex.compile(thinking.begin) if thinking else None,
@@ -58,13 +59,13 @@ class Splitter:
         if is_last:
             end = next((end for end in self._ends if self._rest.endswith(end)), "")
             self._rest = self._rest.removesuffix(end)
-        is_single = self._tools is not None and self._tools.is_single
-        return [part for part in self._split(is_last) if part.text and not (is_single and part.call > 0)]
+        return [part for part in self._split(is_last) if part.text and not (self._is_single and part.call > 0)]
 
     @property
     def has_calls(self) -> bool:
-        """Return whether there are calls, the last one of which is whole: a stop string may end its arguments."""
-        return self._num_calls > 0 and self._mode is not _Mode.ARGUMENTS
+        """Return whether parts have calls, the last one of which is whole: a stop string may end its arguments."""
+        is_left_out = self._is_single and self._num_calls > 1
+        return self._num_calls > 0 and (is_left_out or self._mode is not _Mode.ARGUMENTS)
 
     def _split(self, is_last: bool) -> Iterator[Part]:
         steps = {_Mode.TEXT: self._text, _Mode.THOUGHT: self._thought, _Mode.ARGUMENTS: self._arguments}
