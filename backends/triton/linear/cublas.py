@@ -79,9 +79,9 @@ def _agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, give
 
 
 def _zeros(weight: torch.Tensor) -> torch.Tensor:
-    return _bias(weight.shape[0], weight.dtype, weight.device)
+    return _cached_zeros(weight.shape[0], weight.dtype, weight.device)
 
 
 @cache  # graphs read it
-def _bias(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _cached_zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=dtype, device=device)

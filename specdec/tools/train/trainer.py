@@ -164,7 +164,7 @@ class Trainer:
         self._watch.check(self.step, self.objective.optimizer.module.parameters(), held_out)
 
     def _next_batch(self) -> Batch:
-        if self.cursor == len(self._plan):
+        if self.cursor >= len(self._plan):
             self.epoch, self.cursor = self.epoch + 1, 0
             self._plan = self.batches.plan(self._seed(self.epoch))
         self.cursor += 1
