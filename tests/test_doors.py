@@ -150,6 +150,16 @@ def test_greedy_calls_equal_transformers(engine, model, name, door):
     engine.check_integrity()
 
 
+def test_prompts_of_32_bits_give_sequences_of_64(engine, model):
+    """As in transformers, for criteria too."""
+    seen, options = [], {"input_ids": ids_of([5, 6, 7]).int(), "max_new_tokens": 4}
+    expected = plain(model, **options)
+    with engine.install():
+        got = model.generate(**options, stopping_criteria=[lambda ids, scores: seen.append(ids.dtype) or False])
+    assert got.dtype is expected.dtype is torch.int64 and torch.equal(got, expected)
+    assert seen == [torch.int64] * 4
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
 def test_models_whose_cache_has_a_name_of_its_own(name):
     """transformers prepares `cache_params` for them; an empty one is nobody's argument, one with a state is refused."""

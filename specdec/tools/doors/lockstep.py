@@ -15,8 +15,8 @@ from specdec.core.engine.request import Request
 class Lockstep:
     """The columns that `requests` have made so far.
 
-    input_ids [B, T] int64; criteria: a StoppingCriteriaList; pad_token fills rows that are over, None: they go on until
-    all are over, as in `transformers` without an EOS.
+    input_ids [B, T], int32 or int64; criteria: a StoppingCriteriaList; pad_token fills rows that are over, None: they
+    go on until all are over, as in `transformers` without an EOS.
     """
 
     def __init__(self, input_ids: torch.Tensor, requests: Sequence[Request], criteria: Any, pad_token: int | None):
@@ -46,7 +46,7 @@ class Lockstep:
     def sequences(self) -> torch.Tensor:
         """Return prompts and new tokens, [B, T + columns] int64, where the prompts are."""
         new = torch.tensor(self._columns, dtype=torch.int64, device="cpu").reshape(-1, len(self.is_done)).T
-        return torch.cat([self._input_ids, new.to(self._input_ids)], 1)
+        return torch.cat([self._input_ids, new.to(self._input_ids.device)], 1)
 
     def _next_column(self) -> list[int] | None:
         """Return the next token of every row; None while one is not there yet."""
@@ -75,6 +75,6 @@ class Lockstep:
         if not self._criteria:
             return
         newest = torch.tensor(column, device=self._seen.device).unsqueeze(1)
-        self._seen = torch.cat([self._seen, newest.to(self._seen.dtype)], 1)
+        self._seen = torch.cat([self._seen, newest], 1)
         stops = self._criteria(self._seen, None).tolist()
         self.is_done = [done or stop for done, stop in zip(self.is_done, stops, strict=True)]
