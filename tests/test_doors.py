@@ -272,6 +272,19 @@ def test_what_cannot_be_honoured_is_refused_or_left_to_transformers(engine, mode
     engine.check_integrity()
 
 
+def test_calls_within_autocast_are_left_to_transformers_too(engine, model):
+    """As in a Trainer's evaluation with bf16=True."""
+    options = {**padded(), "max_new_tokens": 6}
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        expected = plain(model, **options)
+        with engine.install(), pytest.raises(ValueError, match=r"autocast.* is on: an engine runs the model in"):
+            model.generate(**options)
+        with engine.install(on_unsupported="fallback"), pytest.warns(UserWarning, match=r"by transformers.*autocast"):
+            got = model.generate(**options)
+    assert torch.equal(got, expected)
+    engine.check_integrity()
+
+
 @pytest.mark.parametrize("door", ["install", "custom_generate"])
 @pytest.mark.parametrize(
     "options",

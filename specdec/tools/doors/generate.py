@@ -23,6 +23,7 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 
+from specdec.core.batch import refuse_autocast
 from specdec.core.engine.generation import Settings
 from specdec.core.engine.prompts import embed_prompts
 from specdec.core.engine.request import Request
@@ -190,6 +191,7 @@ def _read(
     """Check a prepared call and make its requests; ValueError for what the engine cannot do as transformers would."""
     if model is not engine.target_module:
         raise ValueError(f"this {type(model).__name__} is not the model that the engine is attached to")
+    refuse_autocast(model.device)
     images = check_forward_arguments(model_kwargs, engine._attached().target.images)
     check_processors(model, input_ids, processors, config, model_kwargs)
     length = input_ids.shape[1]
