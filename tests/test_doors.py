@@ -272,6 +272,21 @@ def test_what_cannot_be_honoured_is_refused_or_left_to_transformers(engine, mode
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("place", ["call", "config"])
+def test_token_healing_is_refused_or_left_to_transformers_with_its_tokenizer(engine, model, monkeypatch, place):
+    """transformers heals before the loop, with a tokenizer that it hands to no loop but its own."""
+    settings, seen = {"token_healing": True, "max_new_tokens": 4}, []
+    options = settings if place == "call" else {"generation_config": GenerationConfig(**settings)}
+    options = {**options, "tokenizer": "the tokenizer"}
+    monkeypatch.setattr(model, "heal_tokens", lambda ids, tokenizer: seen.append(tokenizer) or ids, raising=False)
+    expected = plain(model, ids_of([5, 6, 7]), **options)
+    with engine.install(), pytest.raises(ValueError, match="token_healing: trim the prompt yourself"):
+        model.generate(ids_of([5, 6, 7]), **options)
+    with engine.install(on_unsupported="fallback"), pytest.warns(UserWarning, match="by transformers: token_healing"):
+        got = model.generate(ids_of([5, 6, 7]), **options)
+    assert torch.equal(got, expected) and seen == ["the tokenizer"] * 2
+
+
 def test_calls_within_autocast_are_left_to_transformers_too(engine, model):
     """As in a Trainer's evaluation with bf16=True."""
     options = {**padded(), "max_new_tokens": 6}

@@ -145,8 +145,8 @@ def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
         del options["self"]
         if options.get("custom_generate") is not None:
             return own(model, **options)
-        if options.get("assistant_model") is not None:
-            error = "assistant_model: the engine has a draft of its own; attach another one, or leave this one out"
+        error = _refused_unprepared(options)
+        if error is not None:
             if decode.on_unsupported == "raise":
                 raise ValueError(error)
             warnings.warn(f"decoded by transformers: {error}", stacklevel=3)
@@ -160,6 +160,15 @@ def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
 
     generate.__doc__ = f"By a specdec engine: {type(decode.engine.target_module).generate.__doc__}"
     return generate
+
+
+def _refused_unprepared(options: dict[str, Any]) -> str | None:
+    """Name what transformers prepares for no loop but its own: it drops the model or the tokenizer on the way."""
+    if options.get("assistant_model") is not None:
+        return "assistant_model: the engine has a draft of its own; attach another one, or leave this one out"
+    if options.get("token_healing", getattr(options.get("generation_config"), "token_healing", None)):
+        return "token_healing: trim the prompt yourself, or leave it out"
+    return None
 
 
 def _with_stop_strings(model: Any, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
