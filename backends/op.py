@@ -135,7 +135,7 @@ class _PaddedScope:
 
 
 _READ: Scope[torch.Tensor | None] = Scope("forward")
-rows_read = _READ.find  # [n] int64: all rows whose last hidden states are read of the current forward; None: any may be
+rows_read = _READ.find  # `AttentionMetadata.read_rows` of the current forward; None: all
 _SCOPE: Scope[AttentionScope] = Scope("attention", ". Code of your own calls attention() within forward_context()")
 attention_scope, current_scope = _SCOPE.within, _SCOPE.find
 
@@ -169,21 +169,18 @@ def adapters_of_tokens(by_row: torch.Tensor, metadata: AttentionMetadata) -> tor
 
 @contextmanager
 def forward_context(
-    context: ForwardContext,
-    metadata: AttentionMetadata,
-    before: Callable[[int], None] = lambda layer_id: None,
-    rows: torch.Tensor | None = None,
+    context: ForwardContext, metadata: AttentionMetadata, before: Callable[[int], None] = lambda layer_id: None
 ) -> Iterator[None]:
     """Count and plan a forward of `metadata`; within, attention calls and recurrent layers use `context`.
 
     In a packed forward the attention output of padding rows is zero, and before(layer_id) is called before each
-    attention. rows: see `rows_read`. ValueError for inconsistent metadata.
+    attention. ValueError for inconsistent metadata.
     """
     context.on_forward(metadata.mode)
     context.backend.plan(metadata)
     scope = _PaddedScope(context, {}, before) if metadata.is_packed else context
     # Adapters are told by token, so with them all rows are run.
-    reading = _READ.within(rows if context.adapters is None else None)
+    reading = _READ.within(metadata.read_rows if context.adapters is None else None)
     with attention_scope(scope), context.recurrent(metadata), context.adapted(metadata), reading:
         yield
 

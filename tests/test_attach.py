@@ -200,7 +200,7 @@ def test_aux_hidden_states_are_outputs_of_the_named_layers():
     engine = specdec.attach(model, random_head(model, aux=(0, 1, 2)))
     seen = []
     draft = engine._core.prefill.draft
-    engine._core.prefill.draft = lambda *args, **rest: (seen.append(args[2]), draft(*args, **rest))[1]
+    engine._core.prefill.draft = lambda metadata, ids, aux: (seen.append(aux), draft(metadata, ids, aux))[1]
     engine.submit(prompt, max_new_tokens=1)
     engine.step()
     torch.testing.assert_close(seen[0], torch.cat([classic[i + 1][0] for i in (0, 1, 2)], -1), atol=1e-5, rtol=1e-5)

@@ -54,8 +54,8 @@ def break_mode(monkeypatch, mode: str, by: float) -> None:
     """Make the target's prefills of one mode return other hidden states."""
     sound = PrefillGraphs.target
 
-    def broken(self, *args):
-        hidden, aux = sound(self, *args)
+    def broken(self, metadata, ids, embedded=None):
+        hidden, aux = sound(self, metadata, ids, embedded)
         return (hidden + by * hidden.roll(1, -1) if self.mode == mode else hidden), aux
 
     monkeypatch.setattr(PrefillGraphs, "target", broken)

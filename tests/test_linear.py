@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from functools import partial
 from importlib import import_module
 from inspect import signature
 
@@ -224,9 +225,10 @@ def counted(monkeypatch):
     """Tell whether cuBLAS, and cuBLASLt, have our bits by `agrees`, and note the questions."""
     asked, agrees = [], [True, False]
 
-    def answer(num_rows, weight, bias, given):
-        asked.append(num_rows if given is bias else "lt")
-        return agrees[given is not bias]
+    def answer(num_rows, weight, bias, linear):
+        is_lt = linear is not cublas.by_cublas
+        asked.append("lt" if is_lt else num_rows)
+        return agrees[is_lt]
 
     monkeypatch.setattr(cublas, "ANSWERS", {})
     monkeypatch.setattr(cublas, "_agrees", answer)
@@ -267,8 +269,9 @@ def test_bits_of_cublas_are_compared_on_rows_from_first_to_last(monkeypatch):
     weight = random(16, 8, dtype=torch.float16)
     monkeypatch.setattr(cublas.F, "linear", lambda x, weight, bias: products.product(x, weight, bias, None))
     bias = weight[:, 0].contiguous()
-    assert cublas._agrees(150, weight, None, None) and cublas._agrees(150, weight, bias, bias)
-    assert not cublas._agrees(150, torch.zeros_like(weight), None, None), "zeros are the same in any order"
+    agrees = partial(cublas._agrees, linear=cublas.by_cublas)
+    assert agrees(150, weight, None) and agrees(150, weight, bias)
+    assert not agrees(150, torch.zeros_like(weight), None), "zeros are the same in any order"
 
     def off_in_the_last(x, weight, bias):
         out = products.product(x, weight, bias, None)
@@ -276,7 +279,7 @@ def test_bits_of_cublas_are_compared_on_rows_from_first_to_last(monkeypatch):
         return out
 
     monkeypatch.setattr(cublas.F, "linear", off_in_the_last)
-    assert not cublas._agrees(150, weight, None, None)
+    assert not agrees(150, weight, None)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

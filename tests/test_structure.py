@@ -1,6 +1,5 @@
 """Structured answers of `specdec serve`: response_format, tools and thoughts, by OpenAI's client; formats as data."""
 
-import dataclasses
 import itertools
 import json
 import re
@@ -243,8 +242,8 @@ PARTS = {
 }
 
 
-def parts_of(text, size, *given):
-    splitter = Splitter(*given, ends=["</s>"])
+def parts_of(text, size, *given, **options):
+    splitter = Splitter(*given, ends=["</s>"], **options)
     cuts = [text[i : i + size] for i in range(0, len(text), size)]
     parts = [part for cut in cuts for part in splitter.feed(cut, False)] + splitter.feed("</s>", True)
     groups = itertools.groupby(parts, key=lambda part: (part.kind, part.call))
@@ -314,17 +313,19 @@ def test_thoughts_are_apart_and_other_text_is_content(size):
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("name", [n for n, form in formats.TOOL_FORMATS.items() if form.between is not None])
 def test_a_request_without_parallel_calls_gets_one(name, choice):
-    form = dataclasses.replace(formats.TOOL_FORMATS[name], is_single=True)
+    form = formats.TOOL_FORMATS[name]
     tokenizer, one = tiny_tokenizer(), form.opening.format(name="time", quoted='"time"') + "{}" + form.closing
-    grammar = structure.Structure(None, structure.tools("tools", TOOLS), choice, form, None).grammar(False, {})
+    grammar = structure.Structure(None, structure.tools("tools", TOOLS), choice, form, None, True).grammar(False, {})
     matcher = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2])).compile(grammar).matcher()
     text = f"{form.first}{one}{form.last}"
     assert all(matcher.accept(token) for token in tokenizer.encode(text))
     mask = np.zeros(VOCAB // 32, np.int32)
     assert matcher.fill(mask) and mask.tolist() == [1 << 2, 0, 0, 0], "EOS"
     two = f"{form.first}{one}{form.between}{one}{form.last}"
-    assert parts_of(two, 3, form, None) == ["call: time", "arguments: {}"], "of a text that no grammar constrained"
-    splitter = Splitter(form, None)
+    assert parts_of(two, 3, form, None, False, is_single=True) == ["call: time", "arguments: {}"], (
+        "of a text that no grammar constrained"
+    )
+    splitter = Splitter(form, None, is_single=True)
     splitter.feed(two[: two.rindex("}", 0, two.rindex("{}") + 2)], True)
     assert splitter.has_calls, "a stop string within the second, which the answer leaves out"
 

@@ -1,5 +1,7 @@
 """Prefills run what follows the last attention on the last token of each prompt only, where no other row is read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -110,7 +112,7 @@ def test_a_forward_within_another_has_rows_of_its_own():
     pool = KVPool([], tables.total_slots, torch.float32, cpu)
     context = ForwardContext(backend, pool, [], sinks=[], on_forward=lambda mode: None)
     metadata = backend.metadata.prefill(tables.table, torch.tensor([1]), starts=[0], q_lens=[8])
-    with forward_context(context, metadata, rows=ROWS):
+    with forward_context(context, replace(metadata, read_rows=ROWS)):
         assert rows_read() is ROWS
         with forward_context(context, metadata):
             assert rows_read() is None

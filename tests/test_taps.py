@@ -47,7 +47,7 @@ def test_features_are_outputs_of_the_named_layers(name, compiled):
     engine = specdec.attach(model, random_head(model, aux=AUX), compile=compiled, compiler="eager", max_seq_len=64)
     assert bool(engine._core.target.compiled) is compiled
     seen, draft = [], engine._core.prefill.draft
-    engine._core.prefill.draft = lambda *args, **rest: (seen.append(args[2]), draft(*args, **rest))[1]
+    engine._core.prefill.draft = lambda metadata, ids, aux: (seen.append(aux), draft(metadata, ids, aux))[1]
     engine.submit(IDS, max_new_tokens=1)
     engine.step()
     torch.testing.assert_close(seen[0], wanted, atol=1e-5, rtol=1e-5)

@@ -22,8 +22,8 @@ _CHOSEN: ContextVar[tuple[torch.Tensor, int] | None] = ContextVar("specdec_rows"
 
 @contextmanager
 def on_rows(rows: torch.Tensor | None, num_tokens: int) -> Iterator[None]:
-    """Within it, last pieces of chains run on rows [n] int64 of `num_tokens` alone, and what they return is zero in the
-    others; on all where rows is None, or has no fewer."""
+    """Return a context in which the last piece of a chain runs on `rows` [n] int64 of `num_tokens` only; other rows of
+    its results are zero. It runs on all rows if rows is None or not fewer."""
     token = _CHOSEN.set(None if rows is None or len(rows) >= num_tokens else (rows, num_tokens))
     try:
         yield
@@ -32,7 +32,8 @@ def on_rows(rows: torch.Tensor | None, num_tokens: int) -> Iterator[None]:
 
 
 def hoist_outputs(graph: fx.GraphModule, split_at: Sequence[Any]) -> None:
-    """Move what outputs need, and what does not depend on the last call of an op of `split_at`, before it, in place."""
+    """Move nodes that outputs need, but that do not depend on the last call of a `split_at` op, before that call, in
+    place. So the last piece holds nothing that must run on all rows."""
     nodes = list(graph.graph.nodes)
     last = next((n for n in reversed(nodes) if is_call(n, split_at)), None)
     if last is None:
@@ -52,7 +53,7 @@ def hoist_outputs(graph: fx.GraphModule, split_at: Sequence[Any]) -> None:
 
 
 def let_last_run_on_rows(chain: fx.GraphModule, split_at: Sequence[Any]) -> None:
-    """Let the last piece of `chain`, whose pieces are in their places, heed `on_rows`, if it can."""
+    """Make the last piece of `chain`, a graph of `compile_pieces`, follow `on_rows`, where its arguments allow it."""
     targets = [str(n.target) for n in chain.graph.nodes if n.op == "call_module"][-2:]
     before, piece = (chain._modules[target] for target in targets) if len(targets) == 2 else (None, None)
     if not isinstance(before, fx.GraphModule) or not isinstance(piece, fx.GraphModule):

@@ -52,6 +52,7 @@ class AttentionMetadata:
     rotary: [T] int64, positions that rotate queries and keys, where they differ from `positions`; None: `positions`.
     limits: ragged prefills only, [T] int64, the last position that each query sees, not before its own and ascending
         within a request: tokens of an image may see each other. None: its own.
+    read_rows: EXTEND only, [n] int64, the tokens of the packed T whose last hidden states are read; None: all.
     """
 
     mode: ForwardMode
@@ -71,6 +72,7 @@ class AttentionMetadata:
     starts: tuple[int, ...] | None = None
     rotary: torch.Tensor | None = None
     limits: torch.Tensor | None = None
+    read_rows: torch.Tensor | None = None
 
     @property
     def num_reqs(self) -> int:

@@ -1,7 +1,6 @@
 """Products of many rows: cuBLAS, else cuBLASLt, where its bits are our kernel's, as they are where K is not split."""
 
-from enum import Enum, auto
-from functools import cache
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -16,72 +15,62 @@ CHECKED_APART, LEAST_CHECKED = 64, 16  # rows: one of each of the smallest tiles
 SEED = 0
 
 
-class Way(Enum):
-    """Ways to multiply. CUBLAS_LT adds a bias of zeros: torch gives products with a bias to cuBLASLt, which seldom
-    splits K."""
-
-    OURS = auto()
-    CUBLAS = auto()
-    CUBLAS_LT = auto()
-
-
-# Of this process, as Triton's own caches are; cuBLAS does not change in it.
-ANSWERS: dict[tuple[object, ...], Way] = {}
+# Multiplies rows x [M, K] with weight [N, K], and adds a bias [N] or None.
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# By shape: the library's way with our bits, None if it has none. Of this process, as Triton's own caches are; cuBLAS
+# does not change in it.
+ANSWERS: dict[tuple[object, ...], Linear | None] = {}
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
     """See `products.product`, for any number of rows. A rehearsal meets the kernels of both ways."""
     most = MAX_ROWS if activation is None else MAX_GATED_ROWS
-    way = Way.OURS
+    linear: Linear | None = None
     if x.shape[0] > most:
-        way = Way.CUBLAS if is_rehearsing() else way_of(x.shape[0], weight, bias)
-    if way is not Way.OURS:
-        joined = F.linear(x, weight, _zeros(weight) if way is Way.CUBLAS_LT else bias)
+        linear = by_cublas if is_rehearsing() else with_our_bits(x.shape[0], weight, bias)
+    if linear is not None:
+        joined = linear(x, weight, bias)
         out = joined if activation is None else gates.gate(joined, activation)
         if not is_rehearsing():
             return out
-        products.product(x[:LEAST_CHECKED], weight, bias, None)  # what `way_of` compares
+        products.product(x[:LEAST_CHECKED], weight, bias, None)  # what `with_our_bits` compares
     return products.product(x, weight, bias, activation)
 
 
-def way_of(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Way:
-    """Return the way to multiply `num_rows` rows with weights of this shape: a library's where it has our bits.
+def by_cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight, bias)
+
+
+def by_cublas_lt(weight: torch.Tensor) -> Linear:
+    """Return a product without a bias by cuBLASLt, which seldom splits K: torch gives it products with a bias, of zeros
+    here."""
+    zeros = weight.new_zeros(weight.shape[0])
+    return lambda x, weight, _: F.linear(x, weight, zeros)
+
+
+def with_our_bits(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+    """Return a library's way to multiply `num_rows` rows with weights of this shape to the bits of our kernel.
 
     That differs from one number of rows to the next. The first call compares them, which waits for the GPU, unless a
-    capture runs: then the answer is ours, which is always right.
+    capture runs: then the answer is None, which is always right.
     """
     key = (num_rows, *weight.shape, weight.dtype, weight.device, bias is not None)
     if key not in ANSWERS:
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return Way.OURS
-        ANSWERS[key] = _compared(num_rows, weight, bias)
+            return None
+        ways = [by_cublas, *[by_cublas_lt(weight)] * (bias is None and num_rows > LT_ROWS)]
+        ANSWERS[key] = next((way for way in ways if _agrees(num_rows, weight, bias, way)), None)
     return ANSWERS[key]
 
 
-def _compared(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Way:
-    if _agrees(num_rows, weight, bias, bias):
-        return Way.CUBLAS
-    may_help = bias is None and num_rows > LT_ROWS
-    return Way.CUBLAS_LT if may_help and _agrees(num_rows, weight, None, _zeros(weight)) else Way.OURS
-
-
-def _agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, given: torch.Tensor | None) -> bool:
+def _agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, linear: Linear) -> bool:
     """Compare some of `num_rows` random rows, one of every tile, the first and the last among them. Zeros show nothing.
 
-    Our kernel takes LEAST_CHECKED at a time, and `bias`; the library gets the bias `given`.
+    Our kernel takes LEAST_CHECKED at a time.
     """
     random = torch.Generator(weight.device).manual_seed(SEED)
     x = torch.randn(num_rows, weight.shape[1], generator=random, dtype=weight.dtype, device=weight.device)
     num_checked = LEAST_CHECKED * -(-num_rows // (LEAST_CHECKED * CHECKED_APART))
     rows = torch.linspace(0, num_rows - 1, num_checked, device=weight.device).long()
     ours = torch.cat([products.product(part, weight, bias, None) for part in x[rows].split(LEAST_CHECKED)])
-    return bool((F.linear(x, weight, given)[rows] == ours).all() & ours.any())
-
-
-def _zeros(weight: torch.Tensor) -> torch.Tensor:
-    return _cached_zeros(weight.shape[0], weight.dtype, weight.device)
-
-
-@cache  # graphs read it
-def _cached_zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(size, dtype=dtype, device=device)
+    return bool((linear(x, weight, bias)[rows] == ours).all() & ours.any())

@@ -39,7 +39,8 @@ MIDDLE = (Tile(16, 64, 256, 4, 4), Tile(32, 64, 256, 4, 4), Tile(64, 64, 128, 4,
 WIDE = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(128, 128, 64, 4, 6))
 GATED = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 64, 4, 5), Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 5))
 GATED_NARROW = tuple(Tile(m, 16, 128, 2, 4) for m in (16, 32, 64, 64))
-# Two tiles of rows that overlap beat one with many rows past the last, where TMA is slow.
+# Rows up to which a tile is used, where not 16, 32 and 64. TMA is slow past the last row, so two tiles that overlap
+# are faster than one that rows fill by half.
 LIMITS: dict[tuple[Tile, ...], tuple[int, int, int]] = {NARROW: (16, 48, 64), GATED: (16, 32, 96)}
 # For more rows.
 MANY, MANY_GATED = Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4)

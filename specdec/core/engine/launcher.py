@@ -256,13 +256,12 @@ class Launcher:
         self._begin(pieces)
         if worker.reads_history:
             self.program.take_prompts(chunk)
-        hidden, aux = self.prefills.target(chunk.metadata, chunk.ids, embedded, chunk.last_rows)
+        hidden, aux = self.prefills.target(chunk.metadata, chunk.ids, embedded)
         if new := [i for i in done if not pieces[i][0].tokens]:
             self._draw_first_tokens(pieces, new, kind, chunk, hidden)
         states = aux
         if worker.prefills:
-            ids = chunk.next_ids if worker.id_shift else chunk.ids
-            states = self.prefills.draft(chunk.metadata, ids, aux, last_rows=chunk.last_rows)
+            states = self.prefills.draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
         states = worker.finish_prefill(chunk, states, self.prefills.draft)
         if done and worker.has_begin:
             places, bound = self._places(done, len(pieces)), self._len_bound([pieces[i][0] for i in done])

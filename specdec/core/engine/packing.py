@@ -1,6 +1,7 @@
 """Packs newly admitted requests and the tokens of a prefill into one copy from host to device each."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -142,4 +143,4 @@ def pack_chunk(
     packed = copy_to(table.device, np.concatenate(parts))
     rows, last, starts_there, lens_there, ids_there, next_there = packed.split([len(p) for p in parts])
     metadata = builder.prefill(table, rows, starts, lens, (starts_there, lens_there), into)
-    return PrefillChunk(metadata, rows, ids_there, next_there, last)
+    return PrefillChunk(replace(metadata, read_rows=last), rows, ids_there, next_there, last)

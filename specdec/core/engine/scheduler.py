@@ -138,8 +138,10 @@ class Scheduler:
         request.num_covered = math.inf if slots >= self._most_slots(request) else covered
 
     def preempt(self) -> None:
-        """Put the last running request in the order of admission back in the queue, with what it has emitted. One that
-        runs alone takes all that is kept: another copy of its beginning cannot be evicted while its own end is kept."""
+        """Put the last running request in the order of admission back in the queue, with what it has emitted.
+
+        If it runs alone, clear the prefix cache instead: pages of another copy of its beginning cannot be evicted.
+        """
         if len(self.running) == 1 and self.slot_tables.prefixes.num_pages:
             self.slot_tables.prefixes.clear()
             return

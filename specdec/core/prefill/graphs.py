@@ -91,16 +91,11 @@ class PrefillGraphs:
         build(in_parts, self._capture, avoid="prefill_graph='off'", **self._how)
 
     def target(
-        self,
-        metadata: AttentionMetadata,
-        ids: torch.Tensor,
-        embedded: EmbeddedChunk | None = None,
-        last_rows: torch.Tensor | None = None,
+        self, metadata: AttentionMetadata, ids: torch.Tensor, embedded: EmbeddedChunk | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target's layers over a packed batch, ids [T] int64; return last hidden states [T, h], aux or None.
 
-        Valid until the next call. embedded: read in place of ids, by the live layers. last_rows [n] int64: the states
-        of other rows may be zero; None: of none.
+        Valid until the next call. embedded: read in place of ids, by the live layers.
         """
         if embedded is not None:
             name = self.target_runner.runner.name
@@ -108,24 +103,18 @@ class PrefillGraphs:
             with forward_context(self._target_context, replace(metadata, limits=embedded.limits)):
                 return self._target.embedded_layers(embedded, metadata.positions)
         inputs = _inputs(metadata, ids)
-        return self.target_runner(metadata.mode, ids.shape[0], inputs, metadata=metadata, last_rows=last_rows)
+        return self.target_runner(metadata.mode, ids.shape[0], inputs, metadata=metadata)
 
     def draft(
-        self,
-        metadata: AttentionMetadata,
-        ids: torch.Tensor,
-        features: torch.Tensor | None,
-        module: int = 0,
-        last_rows: torch.Tensor | None = None,
+        self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
     ) -> torch.Tensor:
         """Run the draft's layers, or those of one of its MTP modules, over a packed batch; return states [T, h_d].
 
-        features: as for `DraftWorker.prefill_layers`; last_rows: as for `target`. Valid until the next call.
+        features: as for `DraftWorker.prefill_layers`. Valid until the next call.
         """
         assert self.draft_runners, "this draft has no layers"
         inputs = {**_inputs(metadata, ids), **({} if features is None else {"features": features})}
-        run = self.draft_runners[module]
-        (states,) = run(metadata.mode, ids.shape[0], inputs, metadata=metadata, last_rows=last_rows)
+        (states,) = self.draft_runners[module](metadata.mode, ids.shape[0], inputs, metadata=metadata)
         return states
 
     @property

@@ -41,10 +41,9 @@ class PrefillProgram:
         features: torch.Tensor | None = None,
         *,
         metadata: AttentionMetadata,
-        last_rows: torch.Tensor | None = None,
     ) -> Results:
-        """Run a live forward of the batch that `metadata` describes. last_rows: see `backends.op.rows_read`."""
-        with forward_context(self.context, metadata, rows=last_rows):
+        """Run a live forward of the batch that `metadata` describes."""
+        with forward_context(self.context, metadata):
             return self.layers(metadata.mode, ids, positions, features)
 
     def capture(
@@ -61,7 +60,7 @@ class PrefillProgram:
         pairs = zip(self.results, results, strict=True)
         return tuple(None if own is None else rows[: ids.shape[0]].copy_(own) for rows, own in pairs)
 
-    def plan(self, size: int, metadata: AttentionMetadata, last_rows: torch.Tensor | None = None) -> None:
+    def plan(self, size: int, metadata: AttentionMetadata) -> None:
         """Plan the live batch, as the breaks of a replay of `size` tokens need."""
         self.bridge.plan(metadata, size)
 

@@ -93,8 +93,7 @@ class WholeProgram:
         chunk = replace(chunk, next_ids=_with_first(chunk, is_done, first_tokens(packed)))
         states = aux
         if worker.prefills:
-            ids = chunk.next_ids if worker.id_shift else chunk.ids
-            states = self._draft(chunk.metadata, ids, aux, last_rows=chunk.last_rows)
+            states = self._draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
         states = worker.finish_prefill(chunk, states, self._draft)
         if worker.has_begin:
             self._round.begin(done_rows, states)
@@ -111,10 +110,11 @@ class WholeProgram:
         table, most_cached = self._parts.tables.table, 0 if is_fresh else self._parts.tables.table.shape[1]
         metadata = context.backend.metadata.packed(table, rows, starts, q_lens, ids.shape[0], most_cached)
         last_rows = (metadata.qo_indptr[1:].long() - 1).clamp(min=0)
+        metadata = replace(metadata, read_rows=last_rows)
         chunk = PrefillChunk(metadata, rows, ids, next_ids, last_rows)
         if self._parts.worker.reads_history:
             self._round.take_prompts(chunk)
-        with forward_context(self._uncounted, metadata, self._before_layer, last_rows):
+        with forward_context(self._uncounted, metadata, self._before_layer):
             hidden, aux = target.layers(ForwardMode.EXTEND, ids, metadata.positions)
         return chunk, done_rows, target.head(hidden.index_select(0, last_rows)), aux
 
@@ -129,17 +129,12 @@ class WholeProgram:
             self._capture.divide()
 
     def _draft(
-        self,
-        metadata: AttentionMetadata,
-        ids: torch.Tensor,
-        features: torch.Tensor | None,
-        module: int = 0,
-        last_rows: torch.Tensor | None = None,
+        self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
     ) -> torch.Tensor:
         """Run the draft's layers, or those of one of its modules; see `DraftWorker.prefill_layers`."""
         worker = self._parts.worker
         assert worker.context is not None
-        with forward_context(worker.context, metadata, rows=last_rows):
+        with forward_context(worker.context, metadata):
             return worker.prefill_layers(ids, metadata.positions, features, module)
 
 

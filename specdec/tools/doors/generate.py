@@ -163,7 +163,8 @@ def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
 
 
 def _refused_unprepared(options: dict[str, Any]) -> str | None:
-    """Name what transformers prepares for no loop but its own: it drops the model or the tokenizer on the way."""
+    """Return why the engine cannot decode a call; None if it may. transformers passes decoding loops of others neither
+    the assistant nor the tokenizer, so this is checked before it prepares the call."""
     if options.get("assistant_model") is not None:
         return "assistant_model: the engine has a draft of its own; attach another one, or leave this one out"
     if options.get("token_healing", getattr(options.get("generation_config"), "token_healing", None)):

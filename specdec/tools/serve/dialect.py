@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from specdec.core.grammar.grammar import Grammar
@@ -71,7 +70,8 @@ class Dialect:
         tokens = sorted({*texts[0].eos_ids, *self._stops(body)})
         ends = [self.engine.tokenizer.decode([token]) for token in tokens]
         tools = structure.tool_format if structure.may_call else None
-        return [Splitter(tools, structure.thinking, self._is_thinking(t.prompt_ids), ends) for t in texts]
+        formats = tools, structure.thinking
+        return [Splitter(*formats, self._is_thinking(t.prompt_ids), ends, structure.is_single) for t in texts]
 
     def _stops(self, body: Body) -> list[int]:
         """Return the special tokens among those that end the texts of `body`."""
@@ -86,10 +86,9 @@ class Dialect:
     def _structure(self, body: Body) -> Structure:
         answer, tools = body.get("response_format") or body.get("structured_outputs"), body.get("tools", [])
         form = None if self.tool_format is None else TOOL_FORMATS[self.tool_format]
-        if form is not None and not body.get("parallel_tool_calls", True):
-            form = replace(form, is_single=True)
         thinking = THINKING[self.thinking] if self.thinking is not None and body.is_chat else None
-        return Structure(answer, tools, body.get("tool_choice", "auto"), form, thinking)
+        is_single = not body.get("parallel_tool_calls", True)
+        return Structure(answer, tools, body.get("tool_choice", "auto"), form, thinking, is_single)
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends within a thought."""

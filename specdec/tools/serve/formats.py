@@ -17,8 +17,7 @@ class ToolFormat:
     after arguments; a header names the tool. next_header: another one, right behind a call. is_first: only at the
     beginning of an answer. between: None if there is one call at most. trigger: what calls begin with and other text
     does not contain (or, if is_first, begin with); empty: text before calls cannot be told from them by a grammar.
-    has_json: arguments are JSON; else they are FunctionGemma's, which no grammar here describes. is_single: the request
-    wants one call at most (`parallel_tool_calls: false`).
+    has_json: arguments are JSON; else they are FunctionGemma's, which no grammar here describes.
     """
 
     mark: str
@@ -33,7 +32,6 @@ class ToolFormat:
     trigger: str = ""
     has_json: bool = True
     next_header: str = ""
-    is_single: bool = False
 
 
 @dataclass(frozen=True)

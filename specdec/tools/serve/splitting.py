@@ -31,14 +31,19 @@ class Splitter:
     """Takes the text of one answer, special tokens included, in pieces.
 
     tools, thinking: formats to look for; is_thinking: the prompt has begun a thought. ends: texts of EOS tokens, which
-    are no content. What may be the beginning of a mark is held back.
+    are no content. is_single: calls after the first are left out. What may be the beginning of a mark is held back.
     """
 
     def __init__(
-        self, tools: ToolFormat | None, thinking: Thinking | None, is_thinking: bool = False, ends: Sequence[str] = ()
+        self,
+        tools: ToolFormat | None,
+        thinking: Thinking | None,
+        is_thinking: bool = False,
+        ends: Sequence[str] = (),
+        is_single: bool = False,
     ):
         self._tools, self._ends = tools, [end for end in ends if end]
-        self._is_single = tools is not None and tools.is_single
+        self._is_single = is_single
         self._marks = {
             _Mode.ARGUMENTS: regex.compile(tools.header) if tools else None,
             _Mode.THOUGHT: regex.compile(thinking.begin) if thinking else None,

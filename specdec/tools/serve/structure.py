@@ -99,13 +99,17 @@ def _made(at: str, fields: Mapping[str, Any]) -> Grammar:
 
 @dataclass(frozen=True)
 class Structure:
-    """What an answer consists of, besides free text: see the fields of a body, and `formats`."""
+    """What an answer consists of, besides free text: see the fields of a body, and `formats`.
+
+    is_single: the request wants one call at most (`parallel_tool_calls: false`).
+    """
 
     answer: Grammar | None
     tools: list[dict[str, Any]]
     choice: str
     tool_format: ToolFormat | None
     thinking: Thinking | None
+    is_single: bool = False
 
     @property
     def may_call(self) -> bool:
@@ -189,7 +193,7 @@ class Structure:
         else:
             begun = rules.add("/(.|\\n)*/", f"until[suffix={json.dumps(trigger)}]")
         call = f"{begun} {self._calls(rules, trigger)}"
-        return f"{call} | {free}" if self.tool_format.is_single else f"({call})* {free}"
+        return f"{call} | {free}" if self.is_single else f"({call})* {free}"
 
     def _calls(self, rules: "_Rules", begun: str = "") -> str:
         """Add the rule of calls, what follows `begun`."""
@@ -211,7 +215,7 @@ class Structure:
         call = rules.add(" | ".join(ways))
         if begun and not form.first:  # the next one begins with free text, too
             return call
-        more = "" if form.between is None or form.is_single else f" ({rules.literal(form.between)} {call})*"
+        more = "" if form.between is None or self.is_single else f" ({rules.literal(form.between)} {call})*"
         return rules.add(f"{rules.literal(form.first.removeprefix(begun))} {call}{more} {rules.literal(form.last)}")
 
 
