@@ -141,7 +141,7 @@ def records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def parsed(text: str, place: str) -> Any:
-    """Return the JSON of `text`; ValueError says that `place` is none."""
+    """Return the JSON of `text`; ValueError names `place` if it is none."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
