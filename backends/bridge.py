@@ -69,6 +69,11 @@ class AttentionBridge:
             for i, (s, sinks) in enumerate(zip(c.layers, c.sinks, strict=True))
         ]
 
+    def attend_planned(self) -> None:
+        """Run the attention of every layer of the planned forward."""
+        for call in self._live:
+            self.context.backend.attend(call)
+
     def attend(self, call: AttentionCall, slots: torch.Tensor) -> torch.Tensor:
         """Store K, V and q of `call` in the graph and attend outside it; return the static rows of the output."""
         layer, num_tokens = call.layer, slots.shape[0]

@@ -243,7 +243,8 @@ def test_many_rows_go_to_cublas_where_it_has_our_bits(counted, activation, most,
     monkeypatch.setattr(products, "product", lambda x, *rest: ours.append(x.shape[0]) or run(x, *rest))
     for agrees[0], rows in ((True, most), (True, most + 1), (True, most + 1), (False, most + 2), (False, most + 2)):
         cublas.product(random(rows, 8, dtype=torch.float16), weight, None, activation)
-    assert asked == [most + 1, most + 2, *["lt"] * (most >= cublas.LT_ROWS)], "once for each number of rows"
+    also_lt = ["lt"] * (most >= cublas.LT_ROWS)
+    assert asked == [most + 1, *also_lt, most + 2, *also_lt], "once for each number of rows"
     assert ours == [most, most + 2, most + 2]
     monkeypatch.setattr(cublas, "is_rehearsing", lambda: True)
     cublas.product(random(most + 3, 8, dtype=torch.float16), weight, None, activation)
@@ -263,6 +264,18 @@ def test_where_cublas_splits_k_its_lt_may_not(counted, monkeypatch):
             assert (out is None) == (expected is None) and (out is None or out.equal(expected))
     assert asked == [len(x), "lt", len(x)], "a product with a bias is cuBLASLt's in any case"
     assert cublas.product(x[:-1], weight, None, None) is None and asked[3:] == [len(x) - 1], "ours is faster"
+
+
+def test_the_faster_library_with_our_bits_takes_products_of_graphs(counted, monkeypatch):
+    asked, agrees = counted
+    agrees[1], weight = True, random(16, 8, dtype=torch.float16)
+    monkeypatch.setattr(cublas, "by_cublas_lt", lambda weight: "lt")
+    monkeypatch.setattr(cublas, "_ms", lambda rows, weight, bias, linear: 1.6 if linear == "lt" else times.pop(0))
+    times = [2.6, 1.5]
+    for rows in (448, 512):
+        assert (cublas.with_our_bits(rows, weight, None) == "lt") == (rows == 448)
+    assert cublas.with_our_bits(cublas.TIMED_ROWS + 1, weight, None) is cublas.by_cublas and not times
+    assert asked == [448, "lt", 512, "lt", cublas.TIMED_ROWS + 1]
 
 
 def test_bits_of_cublas_are_compared_on_rows_from_first_to_last(monkeypatch):

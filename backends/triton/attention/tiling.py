@@ -42,15 +42,16 @@ PROCESSORS = 132  # of the H200 that tiles of prefills were chosen on
 
 
 def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
-    """Return the launch shape for the forward's kind and the layer's shape; it never depends on a live length, so
-    nothing is compiled on live traffic. Where shared memory is small, a block has half the keys.
+    """Return the launch shape for the forward's kind and the layer's shape; of live lengths it depends only on whether
+    prompts have tokens in the cache, so nothing is compiled on live traffic. Where shared memory is small, a block has
+    half the keys.
 
     Chosen for an H200 in bf16.
     """
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
     shared = shared_memory(m.positions.device)
     rows, most = m.q_len * (layer.num_heads // layer.num_kv_heads), 64
-    all_rows, is_fresh = m.positions.shape[0] * layer.num_heads, m.is_packed and m.max_prefix == 0
+    all_rows, is_fresh = m.positions.shape[0] * layer.num_heads, m.mode is ForwardMode.EXTEND and m.max_prefix == 0
     if m.mode is ForwardMode.EXTEND:  # two tiles a processor; only a graph's number of tokens is not live
         most = 128 if row_bytes > 128 and shared > _MOST and not is_fresh else 64
         rows = cdiv(all_rows, 2 * PROCESSORS) if m.is_packed else most

@@ -129,17 +129,20 @@ class PrefillGraphs:
         return [r.runner for r in (self.target_runner, *self.draft_runners, *whole)]
 
     def plan_warm_ups(self) -> None:
-        """Plan a few tokens of the dummy row, which warm-ups attend at every break, so that kernels are compiled."""
+        """Plan a few tokens of the dummy row, which warm-ups attend at every break, so that kernels are compiled; and
+        attend behind a cached token, which takes other kernels."""
         buckets = self.target_runner.runner.buckets
         for program in (self.programs.target, *self.programs.draft[:1]) if buckets else ():
+            program.plan(buckets[0], self._dummy_batch(program.context, 1, start=1))
+            program.bridge.attend_planned()
             program.plan(buckets[0], self._dummy_batch(program.context, buckets[0]))
 
-    def _dummy_batch(self, context: ForwardContext, num_tokens: int) -> AttentionMetadata:
-        """Return the metadata of a prefill of `num_tokens` tokens, all of them in slot 0."""
-        width = self._slot_table.shape[1]
+    def _dummy_batch(self, context: ForwardContext, num_tokens: int, start: int = 0) -> AttentionMetadata:
+        """Return the metadata of a prefill of `num_tokens` tokens from position `start` on, all of them in slot 0."""
+        width = self._slot_table.shape[1] - start
         lens = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
         rows = torch.full((len(lens),), self._dummy_row, device=self._slot_table.device)
-        return context.backend.metadata.prefill(self._slot_table, rows, [0] * len(lens), lens)
+        return context.backend.metadata.prefill(self._slot_table, rows, [start] * len(lens), lens)
 
 
 def part_sizes(config: EngineConfig, whole: Sequence[int], device_bound_from: int | None) -> tuple[int, ...]:
