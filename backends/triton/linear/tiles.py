@@ -32,16 +32,17 @@ class Tile(NamedTuple):
         return self._replace(k=last, num_stages=max(num_stages, 1))
 
 
-# For up to 16, 32, 64 and 128 rows; see LIMITS.
-SHORT = (Tile(16, 64, 128, 4, 5), Tile(32, 64, 128, 4, 5), Tile(64, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4))
-NARROW = (Tile(16, 64, 256, 4, 5), Tile(32, 64, 128, 4, 8), Tile(64, 64, 128, 4, 6), Tile(64, 64, 128, 4, 6))
-MIDDLE = (Tile(16, 64, 256, 4, 4), Tile(32, 64, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 4))
-WIDE = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(128, 128, 64, 4, 6))
-GATED = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 64, 4, 5), Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 5))
-GATED_NARROW = tuple(Tile(m, 16, 128, 2, 4) for m in (16, 32, 64, 64))
-# Rows up to which a tile is used, where not 16, 32 and 64. TMA is slow past the last row, so two tiles that overlap
-# are faster than one that rows fill by half.
-LIMITS: dict[tuple[Tile, ...], tuple[int, int, int]] = {NARROW: (16, 48, 64), GATED: (16, 32, 96)}
+# By kind of weight, up to how many rows. TMA is slow past the last row, so two tiles that overlap are faster than one
+# that rows fill by half; tiles of fewer rows are, too, while each multiprocessor has one program at most.
+FEW = {32: Tile(16, 64, 256, 4, 5), 128: Tile(32, 64, 256, 4, 4)}
+NARROW = {16: Tile(16, 64, 256, 4, 5), 64: Tile(32, 64, 128, 4, 8), 128: Tile(64, 64, 128, 4, 6)}
+MIDDLE = {16: Tile(16, 64, 256, 4, 4), 32: Tile(32, 64, 256, 4, 4), 40: Tile(32, 128, 128, 4, 4)}
+MIDDLE |= {64: Tile(64, 64, 128, 4, 5), 112: Tile(64, 128, 128, 4, 4), 128: Tile(128, 64, 128, 4, 4)}
+WIDE = {16: Tile(16, 128, 128, 4, 3), 32: Tile(32, 64, 128, 4, 3), 64: Tile(64, 128, 128, 4, 4)}
+WIDE |= {128: Tile(128, 128, 64, 4, 6)}
+GATED_FEW = {16: Tile(16, 16, 128, 2, 4), 32: Tile(32, 16, 128, 2, 4), 128: Tile(32, 64, 128, 4, 3)}
+GATED = {16: Tile(16, 64, 128, 4, 3), 32: Tile(32, 64, 64, 4, 5), 96: Tile(64, 64, 64, 4, 4)}
+GATED |= {128: Tile(128, 64, 64, 4, 5)}
 # For more rows.
 MANY, MANY_GATED = Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4)
 SMALLER = (Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 6))  # while each multiprocessor has one program at most
@@ -49,18 +50,27 @@ SMALLER = (Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 6))  # while each multi
 
 def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.device) -> Tile:
     """Return the tile of x [num_rows, K] times weight [N, K], of 2 bytes an element; is_gated: of two such weights."""
+    shared, is_few = shared_memory(device), N <= NUM_MULTIPROCESSORS * 16
     if num_rows > 128:
         fitting = (t for t in SMALLER if cdiv(num_rows, t.m) * cdiv(N, t.n) <= NUM_MULTIPROCESSORS)
         tile = MANY_GATED if is_gated else next(fitting, MANY)
     else:
-        is_narrow = N <= NUM_MULTIPROCESSORS * 32
         if is_gated:
-            tiles = GATED_NARROW if is_narrow else GATED
+            tiles = GATED_FEW if is_few else GATED
         elif N > NUM_MULTIPROCESSORS * 64:
             tiles = WIDE
         else:
-            tiles = SHORT if K < 1024 else NARROW if is_narrow else MIDDLE
-        tile = tiles[sum(num_rows > limit for limit in LIMITS.get(tiles, (16, 32, 64)))]
-        if tile == GATED[-1] and NUM_MULTIPROCESSORS < cdiv(N, tile.n) <= 2 * NUM_MULTIPROCESSORS:
-            tile = tile._replace(num_stages=3)  # two programs fit on a multiprocessor, so all run at once
-    return tile.fitting(2 if is_gated else 1, shared_memory(device) - (8 << 10))
+            tiles = FEW if is_few else NARROW if N <= NUM_MULTIPROCESSORS * 32 else MIDDLE
+        tile = next(tile for most, tile in tiles.items() if num_rows <= most)
+        if tiles is GATED and tile.m >= 64:
+            tile = _at_once(tile, cdiv(num_rows, tile.m) * cdiv(N, tile.n), shared)
+    return tile.fitting(2 if is_gated else 1, shared - (8 << 10))
+
+
+def _at_once(tile: Tile, num_programs: int, shared: int) -> Tile:
+    """Return a tile of two weights with the most stages, of three to five, with which all programs run at once."""
+    for num_stages in (5, 4, 3):
+        size = (2 * tile.n + tile.m) * tile.k * 2 * num_stages + (2 << 10)
+        if num_programs <= NUM_MULTIPROCESSORS * (shared // size):
+            return tile._replace(num_stages=num_stages)
+    return tile
