@@ -235,16 +235,15 @@ def counted(monkeypatch):
     return asked, agrees
 
 
-@pytest.mark.parametrize(("activation", "most"), [(None, cublas.MAX_ROWS), ("silu", cublas.MAX_GATED_ROWS)])
-def test_many_rows_go_to_cublas_where_it_has_our_bits(counted, activation, most, monkeypatch):
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_many_rows_go_to_cublas_where_it_has_our_bits(counted, activation, monkeypatch):
     asked, agrees = counted
-    ours, weight = [], random(16, 8, dtype=torch.float16)
+    ours, weight, most = [], random(16, 8, dtype=torch.float16), cublas.OUR_ROWS
     run = products.product
     monkeypatch.setattr(products, "product", lambda x, *rest: ours.append(x.shape[0]) or run(x, *rest))
     for agrees[0], rows in ((True, most), (True, most + 1), (True, most + 1), (False, most + 2), (False, most + 2)):
         cublas.product(random(rows, 8, dtype=torch.float16), weight, None, activation)
-    also_lt = ["lt"] * (most >= cublas.LT_ROWS)
-    assert asked == [most + 1, *also_lt, most + 2, *also_lt], "once for each number of rows"
+    assert asked == [most + 1, "lt", most + 2, "lt"], "once for each number of rows"
     assert ours == [most, most + 2, most + 2]
     monkeypatch.setattr(cublas, "is_rehearsing", lambda: True)
     cublas.product(random(most + 3, 8, dtype=torch.float16), weight, None, activation)
@@ -256,26 +255,27 @@ def test_where_cublas_splits_k_its_lt_may_not(counted, monkeypatch):
     asked, agrees = counted
     agrees[:] = False, True
     monkeypatch.setattr(products, "product", lambda *given: None)
-    x, weight = random(cublas.LT_ROWS + 1, 8, dtype=torch.float16), random(16, 8, dtype=torch.float16)
+    x, weight = random(cublas.OUR_ROWS + 1, 8, dtype=torch.float16), random(16, 8, dtype=torch.float16)
     for bias in (None, random(16, dtype=torch.float16)):
         expected = torch.nn.functional.linear(x, weight) if bias is None else None
         for _ in range(2):
             out = cublas.product(x, weight, bias, None)
             assert (out is None) == (expected is None) and (out is None or out.equal(expected))
     assert asked == [len(x), "lt", len(x)], "a product with a bias is cuBLASLt's in any case"
-    assert cublas.product(x[:-1], weight, None, None) is None and asked[3:] == [len(x) - 1], "ours is faster"
 
 
-def test_the_faster_library_with_our_bits_takes_products_of_graphs(counted, monkeypatch):
+def test_the_fastest_way_with_our_bits_takes_products_of_graphs(counted, monkeypatch):
     asked, agrees = counted
     agrees[1], weight = True, random(16, 8, dtype=torch.float16)
     monkeypatch.setattr(cublas, "by_cublas_lt", lambda weight: "lt")
-    monkeypatch.setattr(cublas, "_ms", lambda rows, weight, bias, linear: 1.6 if linear == "lt" else times.pop(0))
-    times = [2.6, 1.5]
-    for rows in (448, 512):
-        assert (cublas.with_our_bits(rows, weight, None) == "lt") == (rows == 448)
-    assert cublas.with_our_bits(cublas.TIMED_ROWS + 1, weight, None) is cublas.by_cublas and not times
-    assert asked == [448, "lt", 512, "lt", cublas.TIMED_ROWS + 1]
+    monkeypatch.setattr(cublas, "_ms", lambda rows, weight, bias, activation, linear: times[linear])
+    for fastest in (cublas.by_cublas, "lt", None):
+        times = {cublas.by_cublas: 2.0, "lt": 2.0, None: 2.0} | {fastest: 1.0}
+        cublas.ANSWERS.clear()
+        assert {cublas.with_our_bits(448, weight, None, activation) for activation in (None, "silu")} == {fastest}
+    times.clear()
+    assert cublas.with_our_bits(cublas.TIMED_ROWS + 1, weight, None, None) is cublas.by_cublas
+    assert asked == [448, "lt"] * 6 + [cublas.TIMED_ROWS + 1]
 
 
 def test_bits_of_cublas_are_compared_on_rows_from_first_to_last(monkeypatch):

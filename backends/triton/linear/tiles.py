@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 # that rows fill by half; tiles of fewer rows are, too, while each multiprocessor has one program at most.
 FEW = {32: Tile(16, 64, 256, 4, 5), 128: Tile(32, 64, 256, 4, 4)}
 NARROW = {16: Tile(16, 64, 256, 4, 5), 64: Tile(32, 64, 128, 4, 8), 128: Tile(64, 64, 128, 4, 6)}
-MIDDLE = {16: Tile(16, 64, 256, 4, 4), 32: Tile(32, 64, 256, 4, 4), 40: Tile(32, 128, 128, 4, 4)}
+MIDDLE = {16: Tile(16, 64, 256, 4, 4), 32: Tile(32, 64, 256, 4, 4), 36: Tile(32, 128, 128, 4, 4)}
 MIDDLE |= {64: Tile(64, 64, 128, 4, 5), 112: Tile(64, 128, 128, 4, 4), 128: Tile(128, 64, 128, 4, 4)}
 WIDE = {16: Tile(16, 128, 128, 4, 3), 32: Tile(32, 64, 128, 4, 3), 64: Tile(64, 128, 128, 4, 4)}
 WIDE |= {128: Tile(128, 128, 64, 4, 6)}
