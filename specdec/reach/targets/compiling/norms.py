@@ -175,12 +175,11 @@ def _replace(graph: fx.Graph, norm: _Norm) -> None:
         total.meta = dict(x.meta)
         x.replace_all_uses_with(total)
         graph.erase_node(x)
+        normed.meta = dict(norm.out.meta)
+        norm.out.replace_all_uses_with(normed)
+        erase_unused(graph, norm.parts)
     else:
-        with graph.inserting_before(norm.out):
-            normed = graph.call_function(torch.ops.specdec.rms_norm.default, (x, *arguments))
-    normed.meta = dict(norm.out.meta)
-    norm.out.replace_all_uses_with(normed)
-    erase_unused(graph, norm.parts)
+        replace(graph, RMS_NORM, (x, *arguments), norm.out, norm.parts)
 
 
 def _like(a: fx.Node, b: fx.Node) -> bool:
