@@ -14,7 +14,7 @@ from torch import nn
 from specdec.backends.op import forward_context
 from specdec.core.batch import ForwardMode
 from specdec.core.draft.drafting import Output, SteppingWorker
-from specdec.core.draft.worker import Draft, DraftParts, PrefillChunk, RoundBatch, RunPrefill
+from specdec.core.draft.worker import Draft, DraftParts, RoundBatch
 from specdec.core.functional.verify import VerifyOutput
 
 
@@ -64,10 +64,6 @@ class AssistantWorker(SteppingWorker):
         self.aux_layers, self.own_head = assistant.aux_layers, assistant.head
         self.hidden_size = size
         self.features = torch.zeros(parts.config.num_rows, size, dtype=assistant.dtype, device=device)
-
-    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor:
-        assert hidden is not None, "an assistant reads features"
-        return hidden.index_select(0, chunk.last_rows)
 
     def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
         assert states is not None

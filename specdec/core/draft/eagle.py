@@ -14,7 +14,7 @@ from specdec.core.batch import ForwardMode
 from specdec.core.draft.drafting import Output, SteppingWorker
 from specdec.core.draft.head import RecyclingHead
 from specdec.core.draft.model import attend
-from specdec.core.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
+from specdec.core.draft.worker import DraftParts, RoundBatch
 
 
 class HeadWorker(SteppingWorker):
@@ -77,10 +77,6 @@ class HeadWorker(SteppingWorker):
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor:
         assert features is not None, f"{self.spec.name} needs the target's features"
         return self.head.fuse(features)
-
-    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor:
-        assert hidden is not None
-        return hidden.index_select(0, chunk.last_rows)
 
     def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
         assert states is not None

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -123,9 +123,12 @@ class PrefillChunk:
     last_rows: torch.Tensor
 
 
-# A forward of a draft prefill, from a graph if there is one: (metadata, ids [T], features, module) -> states [T, h_d];
-# see `DraftWorker.prefill_layers`.
-RunPrefill = Callable[[AttentionMetadata, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
+class RunPrefill(Protocol):
+    """Runs a forward of a draft prefill, from a graph if there is one; see `DraftWorker.prefill_layers`."""
+
+    def __call__(
+        self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor: ...
 
 
 class DraftWorker(ABC):
@@ -159,13 +162,20 @@ class DraftWorker(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has a context, so it needs prefill_layers")
 
+    def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None, run: RunPrefill) -> torch.Tensor | None:
+        """Take a chunk of prompts, whose features are aux [T, num_aux*h]; return what `begin` takes."""
+        states = aux
+        if self.prefills:
+            states = run(chunk.metadata, chunk.next_ids if self.id_shift else chunk.ids, aux)
+        return self.finish_prefill(chunk, states, run)
+
     def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor | None:
         """Return what `begin` takes of the states [T, h_d] of `chunk`; of a draft that does not prefill, those are the
         target's features [T, num_aux*h], None if it reads none.
 
         run: runs the modules after the first, of a draft that has any. Returns states [n, h_d], None if h_d is 0.
         """
-        return None
+        return hidden.index_select(0, chunk.last_rows) if hidden is not None and self.hidden_size else None
 
     def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
         """Prepare the first round of requests whose prompts are done: their roots and `finish_prefill`'s states."""

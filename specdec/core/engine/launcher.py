@@ -259,10 +259,7 @@ class Launcher:
         hidden, aux = self.prefills.target(chunk.metadata, chunk.ids, embedded)
         if new := [i for i in done if not pieces[i][0].tokens]:
             self._draw_first_tokens(pieces, new, kind, chunk, hidden)
-        states = aux
-        if worker.prefills:
-            states = self.prefills.draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
-        states = worker.finish_prefill(chunk, states, self.prefills.draft)
+        states = worker.prefill(chunk, aux, self.prefills.draft)
         if done and worker.has_begin:
             places, bound = self._places(done, len(pieces)), self._len_bound([pieces[i][0] for i in done])
             self.rounds.begin(chunk.rows[places], None if states is None else states[places], bound)

@@ -91,10 +91,7 @@ class WholeProgram:
             self._capture.pause(partial(self.mail, packed))  # the host can read them while the draft takes the prompt
         is_done = done_rows != self._parts.config.dummy_row
         chunk = replace(chunk, next_ids=_with_first(chunk, is_done, first_tokens(packed)))
-        states = aux
-        if worker.prefills:
-            states = self._draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
-        states = worker.finish_prefill(chunk, states, self._draft)
+        states = worker.prefill(chunk, aux, self._draft)
         if worker.has_begin:
             self._round.begin(done_rows, states)
         return packed
