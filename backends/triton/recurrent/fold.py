@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.recurrent.state_pool import ConvSpec, RecurrentLayer, ScanSpec
+from specdec.backends.recurrent.state_pool import ConvSpec, RecurrentLayer
 from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.recurrent.scan import constants, width
 from specdec.backends.triton.recurrent.tokens import take_node
+from specdec.core import grouped
 from specdec.core.cache.pool import Commit
 
 
@@ -89,10 +90,7 @@ def _fold_conv_kernel(
 
 def folder(layers: Sequence[RecurrentLayer]) -> Commit:
     """See `backends.recurrent.reference.folder`; the layers' tensors are looked up here, once."""
-    kinds: dict[ConvSpec | ScanSpec, list[RecurrentLayer]] = {}
-    for layer in layers:
-        kinds.setdefault(layer.spec, []).append(layer)
-    folds = [_fold_of_kind(members) for members in kinds.values()]
+    folds = [_fold_of_kind(members) for members in grouped(layers, lambda layer: layer.spec).values()]
 
     def commit(
         slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from specdec.core import grouped
 from specdec.core.errors import CheckpointError
 from specdec.reach.checkpoints.folders import (
     INDEX,
@@ -80,7 +81,7 @@ class TensorFiles:
     def shapes(self, names: Iterable[str]) -> Shapes:
         """Return shape and dtype of the tensors `names`."""
         found: Shapes = {}
-        for file_name, wanted in self._by_file(names).items():
+        for file_name, wanted in grouped(names, self.files.__getitem__).items():
             with _opened(self.folder, file_name, self.repo) as file:
                 for name in wanted:
                     if isinstance(file, dict):
@@ -93,17 +94,11 @@ class TensorFiles:
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read the tensors `names` as stored, on the CPU; they may share pages with the file: copy what you keep."""
         found: dict[str, torch.Tensor] = {}
-        for file_name, wanted in self._by_file(names).items():
+        for file_name, wanted in grouped(names, self.files.__getitem__).items():
             with _opened(self.folder, file_name, self.repo) as file:
                 get = file.__getitem__ if isinstance(file, dict) else file.get_tensor
                 found.update({name: get(name) for name in wanted})
         return found
-
-    def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
-        grouped: dict[str, list[str]] = {}
-        for name in names:
-            grouped.setdefault(self.files[name], []).append(name)
-        return grouped
 
 
 @contextmanager

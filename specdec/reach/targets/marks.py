@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from specdec.core import grouped
+
 if TYPE_CHECKING:
     from specdec.reach.targets.hf import HFTarget
 
@@ -66,9 +68,7 @@ def layer_id(module: nn.Module) -> int:
 
 def number_layers(modules: Sequence[nn.Module]) -> list[LayerTurns]:
     """Number `modules`, in the order of their calls; return the turns of those that are called several times."""
-    ids: dict[nn.Module, list[int]] = {}
-    for i, module in enumerate(modules):
-        ids.setdefault(module, []).append(i)
+    ids = grouped(range(len(modules)), modules.__getitem__)
     turns = {module: LayerTurns(numbers) for module, numbers in ids.items() if len(numbers) > 1}
     for module, (first, *_) in ids.items():
         setattr(module, LAYER_ID, turns.get(module, first))

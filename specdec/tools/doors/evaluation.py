@@ -12,6 +12,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from tqdm import tqdm
 
+from specdec.core import grouped
+
 WINDOWS = 512  # requests of one call of `Engine.score`; results are cached, and progress is shown, between two calls
 QUEUE = 16  # requests of one call of `Engine.generate`, in units of max_batch
 
@@ -63,7 +65,7 @@ class EngineLM(HFLM):
         """Generate for every request until one of its stop strings, EOS or its length; returns texts without them."""
         texts: dict[int, str] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as progress:
-            for same in _by_options(requests):
+            for same in grouped(range(len(requests)), lambda i: repr(requests[i].args[1])).values():
                 for part in _parts(same, QUEUE * self.engine.config.max_batch):
                     asked = [requests[i].args for i in part]
                     for i, request, text in zip(part, asked, self._generate(asked), strict=True):
@@ -119,14 +121,6 @@ class EngineLM(HFLM):
         if isinstance(think, int):
             return postprocess_generated_text(text.lstrip(), stop=until, think_end_token=None)
         return postprocess_generated_text(text, stop=until, think_end_token=think)
-
-
-def _by_options(requests: Sequence[Any]) -> list[list[int]]:
-    """Return indices of requests, those with equal generation options together."""
-    found: dict[str, list[int]] = {}
-    for i, request in enumerate(requests):
-        found.setdefault(repr(request.args[1]), []).append(i)
-    return list(found.values())
 
 
 def _parts(items: list[Any], size: int) -> Iterator[list[Any]]:

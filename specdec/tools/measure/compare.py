@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from specdec.core import grouped
 from specdec.tools.measure.rows import Measure, Record, Row, identity, label_of, measure_of, number, text
 from specdec.tools.measure.statistics import Z95, student_t
 from specdec.tools.measure.tables import Table, table
@@ -93,12 +94,11 @@ def _cases(*records: Record) -> list[dict[Case, list[Row]]]:
             for key, value in identity(row).items():
                 known.setdefault(key, set()).add(text(value))
     ignored = {key for key in values[0].keys() ^ values[1].keys() if len({**values[0], **values[1]}[key]) == 1}
-    found: list[dict[Case, list[Row]]] = [{}, {}]
-    for cases, record in zip(found, records, strict=True):
-        for row in record.rows:
-            case = tuple(sorted((key, value) for key, value in identity(row).items() if key not in ignored))
-            cases.setdefault(case, []).append(row)
-    return found
+
+    def case_of(row: Row) -> Case:
+        return tuple(sorted((key, value) for key, value in identity(row).items() if key not in ignored))
+
+    return [grouped(record.rows, case_of) for record in records]
 
 
 def _changes(case: dict[str, Any], rows: Pair, threshold: float) -> Iterator[RowChange]:

@@ -7,13 +7,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from specdec.api import Engine
+from specdec.core import grouped
 from specdec.core.functional.sampling import SamplingParams
 from specdec.core.metrics import AcceptanceStats, acceptance_length
 from specdec.core.outputs import RequestOutput
 from specdec.core.text.inputs import encode, ids_of_chat
 from specdec.core.text.prompt_sets import Question
 from specdec.core.text.prompts import ids_sha
-from specdec.tools.measure.rows import grouped
 from specdec.tools.measure.statistics import ratio_half_width, rounded
 
 ANSWER_EDGE = 32  # tokens: the first bin is 0..31, then 32..63, 64..127, and so on, each as long as all before it

@@ -5,13 +5,12 @@ batch size, a temperature. Pages and `compare` read rows through these tables.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,6 @@ def identity(row: Row) -> dict[str, Any]:
         for key, value in row.items()
         if key not in RUN_NAMES | counted and value is not None and measure_of(key, value) is None
     }
-
-
-def grouped(values: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Group `values` by `key`, in the order of appearance."""
-    found: dict[Any, list[T]] = {}
-    for value in values:
-        found.setdefault(key(value), []).append(value)
-    return found
 
 
 def text(value: Any) -> str:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from specdec.core import grouped
 from specdec.reach.checkpoints.replacing import replacing
 
 _NARROW = 1 << 16  # ids below it are stored in two bytes
@@ -168,12 +169,12 @@ class Corpus:
 def split_held_out(corpus: Corpus, num_held_out: int, seed: int) -> tuple[Corpus, Corpus]:
     """Split into (train, held out): at least `num_held_out` sequences held out, all answers to a prompt on one side.
     ValueError if nothing is left to train on."""
-    groups: dict[bytes, list[int]] = {}
-    for i in range(len(corpus)):
+
+    def prompt_of(i: int) -> bytes:
         tokens, answer = corpus.sequence(i)
-        prompt_len = int(answer.int().argmax())
-        groups.setdefault(tokens[:prompt_len].numpy().tobytes(), []).append(i)
-    members = list(groups.values())
+        return tokens[: int(answer.int().argmax())].numpy().tobytes()
+
+    members = list(grouped(range(len(corpus)), prompt_of).values())
     order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed)).tolist()
     held_out: list[int] = []
     while len(held_out) < num_held_out and order:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specdec.tools.measure.rows import grouped
+from specdec.core import grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

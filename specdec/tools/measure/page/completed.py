@@ -7,8 +7,9 @@ rows have no half width, and "_KEY_floor" the least that it could be.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from specdec.core import grouped
 from specdec.tools.measure.page.sections import Rows
-from specdec.tools.measure.rows import Row, grouped, label_of, measure_of
+from specdec.tools.measure.rows import Row, label_of, measure_of
 from specdec.tools.measure.statistics import conditional, wilson
 from specdec.tools.measure.tables import Table, numbered, shape_of, shortener, table
 

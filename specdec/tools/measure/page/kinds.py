@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from specdec.core import grouped
 from specdec.tools.measure.page import completed
 from specdec.tools.measure.page.completed import BUCKETS, SHAPE, SIZE, engines
 from specdec.tools.measure.page.sections import CASE, Best, Card, Chart, RowKind, Section
-from specdec.tools.measure.rows import Row, grouped, label_of
+from specdec.tools.measure.rows import Row, label_of
 from specdec.tools.measure.tables import named, table, varying
 
 MODES = ("file", "dtype", "mode", "speculation", "draft", "compile")

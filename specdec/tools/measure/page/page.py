@@ -6,10 +6,11 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from typing import Any
 
+from specdec.core import grouped
 from specdec.tools.measure.page.charts import Charts
 from specdec.tools.measure.page.kinds import KINDS, eager_section, kind_of
 from specdec.tools.measure.page.sections import Card, Section
-from specdec.tools.measure.rows import Record, Row, grouped, text
+from specdec.tools.measure.rows import Record, Row, text
 from specdec.tools.measure.tables import Table
 
 MOST_CARDS = 6

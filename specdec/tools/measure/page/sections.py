@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specdec.core import grouped
 from specdec.tools.measure.page.charts import Charts, Point
-from specdec.tools.measure.rows import Row, grouped, label_of, measure_of, number
+from specdec.tools.measure.rows import Row, label_of, measure_of, number
 from specdec.tools.measure.tables import Table, named, table, varying
 
 Rows = list[dict[str, Any]]
