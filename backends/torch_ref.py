@@ -137,26 +137,12 @@ def _attend(
     if layer.softcap is None and sinks is None:
         result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=wide_mask, scale=layer.scaling)
     else:
-        result = _softmax_attention(grouped, k, v, wide_mask, layer, sinks, q_len)
+        logits = grouped @ k.transpose(2, 3) * layer.scaling
+        if layer.softcap is not None:
+            logits = torch.tanh(logits / layer.softcap) * layer.softcap
+        logits = logits.masked_fill(~wide_mask, float("-inf"))
+        if sinks is not None:
+            per_head = sinks.view(1, layer.num_kv_heads, -1, 1, 1).expand(q.shape[0], -1, -1, q_len, -1)
+            logits = torch.cat([logits, per_head.flatten(2, 3).to(logits.dtype)], -1)
+        result = logits.softmax(-1, dtype=torch.float32)[..., : k.shape[2]].to(q.dtype) @ v
     return result.unflatten(2, (group, q_len)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _softmax_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
-    layer: LayerSpec,
-    sinks: torch.Tensor | None,
-    q_len: int,
-) -> torch.Tensor:
-    """Attention with a logit softcap and/or sinks, written out; q [bs, Hkv, group*q_len, dim]."""
-    logits = q @ k.transpose(2, 3) * layer.scaling
-    if layer.softcap is not None:
-        logits = torch.tanh(logits / layer.softcap) * layer.softcap
-    logits = logits.masked_fill(~mask, float("-inf"))
-    if sinks is None:
-        return logits.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
-    per_head = sinks.view(1, layer.num_kv_heads, -1, 1, 1).expand(q.shape[0], -1, -1, q_len, -1)
-    with_sink = torch.cat([logits, per_head.flatten(2, 3).to(logits.dtype)], -1)
-    return with_sink.softmax(-1, dtype=torch.float32)[..., :-1].to(q.dtype) @ v
