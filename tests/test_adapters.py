@@ -338,6 +338,17 @@ def test_layers_that_adapters_were_read_for_must_stay(saved):
         assert engine.generate(PROMPTS, max_new_tokens=4, adapter="x").tokens == before
 
 
+def test_a_changed_config_is_refused_by_name_beside_adapters(saved):
+    model = endless(tiny_model("llama", seed=7)).to(DEVICE)
+    with specdec.attach(model, adapters={"x": saved["a"]}, cuda_graph=False, **SETTINGS) as engine:
+        before = engine.generate(PROMPTS, max_new_tokens=4, adapter="x").tokens
+        model.config.sliding_window = 2
+        with pytest.raises(GraphError, match=r"config.sliding_window \(nothing → 2\).*detach\(\) and attach\(\) again"):
+            engine.generate(PROMPTS, adapter="x")
+        del model.config.sliding_window
+        assert engine.generate(PROMPTS, max_new_tokens=4, adapter="x").tokens == before
+
+
 def test_adapters_that_are_hot_swapped_are_read_again_when_the_cache_is_cleared(tmp_path):
     """PEFT writes them through `.data`, which nobody notices."""
     hotswap = pytest.importorskip("peft.utils.hotswap")

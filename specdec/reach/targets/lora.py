@@ -69,7 +69,8 @@ class Lora:
 
     def follows(self, change: Change) -> bool:
         """Return whether `refresh` takes account of `change`: of adapters, or of which are active."""
-        return change.owner in self._parts and change.key != "base_layer"
+        is_module = isinstance(change.owner, nn.Module)  # a config has no hash
+        return is_module and change.owner in self._parts and change.key != "base_layer"
 
     @contextmanager
     def routed(self) -> Iterator[None]:
