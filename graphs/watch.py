@@ -236,8 +236,13 @@ def _note_step(stepped: set[int], optimizer: torch.optim.Optimizer, *_: Any) -> 
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where the memory of `tensor` begins, or that of a DTensor's own part."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+    """Return where the memory of `tensor` begins, or that of a DTensor's own part; of other tensors that wrap some and
+    have no memory, as torchao's do, their id."""
+    own = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return own.untyped_storage().data_ptr()
+    except RuntimeError:
+        return id(own)
 
 
 def _is_as_it_was(before: Any, after: Any) -> bool:

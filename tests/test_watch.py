@@ -149,6 +149,24 @@ def test_writes_are_seen_once_by_optimizers_too_until_the_watch_is_closed():
     assert watch.changes() == []
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_are_seen_beside_tensors_that_have_no_memory(fused):
+    """torchao's weights, beside what is trained: adapters, mostly."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    torchao.quantize_(model[0], torchao.Int8WeightOnlyConfig())
+    model[0].requires_grad_(False)
+    watch, optimizer = Watch({"": model}), torch.optim.AdamW(model.parameters(), fused=fused)
+    assert watch.changes() == []
+    model(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
+    found = watch.changes()
+    assert {"1.weight", "1.bias"} <= {change.name for change in found}
+    watch.accept(found)
+    assert watch.changes() == []
+    watch.close()
+
+
 def test_a_dropped_watch_leaves_no_hook_behind():
     before = len(_global_optimizer_post_hooks)
     watch = Watch({"": nn.Linear(2, 2)})
