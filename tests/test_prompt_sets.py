@@ -87,9 +87,10 @@ def test_a_wrong_folder_name_or_file(tmp_path):
     (tmp_path / "gsm8k.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"gsm8k\.jsonl' holds no prompts; expected JSON lines with `question`"):
         read_set("gsm8k", tmp_path)
-    (tmp_path / "gsm8k.jsonl").write_text('{"question": "a"}\n{')
-    with pytest.raises(ValueError, match=r"gsm8k\.jsonl:2: not JSON"):
-        read_set("gsm8k", tmp_path)
+    for line in ("{", f'{{"question": "a", "id": {"1" * 5000}}}'):  # Python reads no integer of so many digits
+        (tmp_path / "gsm8k.jsonl").write_text('{"question": "a"}\n' + line)
+        with pytest.raises(ValueError, match=r"gsm8k\.jsonl:2: not JSON"):
+            read_set("gsm8k", tmp_path)
 
 
 def test_texts_that_were_left_out_are_no_prompts(tmp_path):

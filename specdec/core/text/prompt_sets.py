@@ -144,7 +144,7 @@ def parsed(text: str, place: str) -> Any:
     """Return the JSON of `text`; ValueError names `place` if it is none."""
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits
         raise ValueError(f"{place}: not JSON ({error})") from error
 
 
