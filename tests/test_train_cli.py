@@ -166,8 +166,11 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, mo
     short[1].write_text("\n".join(json.dumps({name: [5 + i] for name in LOGGED}) for i in range(9)), "utf-8")
     with pytest.raises(ValueError, match=r"no held-out answer has two tokens after the first num_steps=3 .*: expected"):
         invoke("adapt", target, head, *common, *short)
-    with pytest.raises(ValueError, match=r"lr=0\.0: expected a finite number above 0"):
-        invoke("adapt", target, head, *common, *short, "--lr", 0)
+    for log_now in (short[1].read_text("utf-8"), f"{short[1].read_text('utf-8')}\n{log.read_text('utf-8')}"):  # it grew
+        short[1].write_text(log_now, "utf-8")
+        with pytest.raises(ValueError, match=r"lr=0\.0: expected a finite number above 0"):
+            invoke("adapt", target, head, *common, *short, "--lr", 0)
+    assert len(Corpus.load(tmp_path / "none.corpus.safetensors")) == 9 + len(corpus)
     evaluate, worse = Trainer.evaluate, count()
 
     def grows_worse(trainer: Trainer) -> dict[str, Any]:

@@ -52,9 +52,9 @@ def adapt(
     made: dict[str, Any] = {}
     if log is not None:
         texts = read_log(log)
-        if not _holds(corpus, texts):
+        if not _begins(corpus, texts):
             check_corpus(corpus, overwrite)
-            texts.save(corpus)
+        texts.save(corpus)
     else:
         generation = Generation(gsm8k=prompts, gen_minutes=GENERATING * minutes, max_new_tokens=max_new_tokens)
         check = partial(check_student, algo, recipe(algo, minutes=minutes), shape, target)
@@ -67,12 +67,13 @@ def adapt(
     return {"data": made, **result, "is_better": result["tau"] > result["tau_before"]}
 
 
-def _holds(path: Path, corpus: Corpus) -> bool:
-    """Return whether the file is `corpus`, as a run that was broken off may have left it."""
+def _begins(path: Path, corpus: Corpus) -> bool:
+    """Return whether `corpus` begins with the file, which a run that failed may have left of a log that grows."""
     try:
-        return Corpus.load(path).digest == corpus.digest
+        left = Corpus.load(path)
     except ValueError:
         return False
+    return len(left) <= len(corpus) and left.digest == corpus.select(range(len(left))).digest
 
 
 def read_log(path: Path) -> Corpus:
