@@ -167,7 +167,7 @@ def lora_linear(
         return None
     assert adapters.is_contiguous(), "they are dense"
     N, of_parts = weight.shape[0] // (2 if activation else 1), [of_b.shape[1] for of_b in b]
-    tile = choose_tile(len(x), N, x.shape[1], bool(activation), x.device)
+    tile = choose_tile(len(x), N, bool(activation), x.device)
     if of_parts != [N, N] if activation else any(end != N and end % tile.n for end in accumulate(of_parts)):
         return None
     sums = sums_by_adapter(x, a, adapters)

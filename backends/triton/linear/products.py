@@ -147,11 +147,11 @@ def product(
     dtype: of the result; else that of x.
     """
     assert weight.stride(1) == 1 and x.stride(1) == 1 and x.dtype == weight.dtype, "rows are dense, and of one dtype"
-    (num_rows, K), N = x.shape, weight.shape[0] // (1 if activation is None else 2)
+    num_rows, N = x.shape[0], weight.shape[0] // (1 if activation is None else 2)
     out = torch.empty(num_rows, N, dtype=dtype or x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile = choose_tile(num_rows, N, K, activation is not None, x.device)
+    tile = choose_tile(num_rows, N, activation is not None, x.device)
     grid, args, constants = launch_of(x, weight, bias, activation or "", out, tile)
     is_early = follows_early(num_rows)
     args, constants["PDL"] = (*args, int(is_early and weight.numel() < SMALL)), is_early

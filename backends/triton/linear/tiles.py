@@ -32,8 +32,9 @@ class Tile(NamedTuple):
         return self._replace(k=last, num_stages=max(num_stages, 1))
 
 
-# By kind of weight, up to how many rows. TMA is slow past the last row, so two tiles that overlap are faster than one
-# that rows fill by half; tiles of fewer rows are, too, while each multiprocessor has one program at most.
+# By columns of the weight; the keys are the most rows that a tile is for. TMA is slow past the last row, so two tiles
+# that overlap are faster than one that is half full; so are tiles of fewer rows while each multiprocessor has one
+# program at most.
 FEW = {32: Tile(16, 64, 256, 4, 5), 128: Tile(32, 64, 256, 4, 4)}
 NARROW = {16: Tile(16, 64, 256, 4, 5), 64: Tile(32, 64, 128, 4, 8), 128: Tile(64, 64, 128, 4, 6)}
 MIDDLE = {16: Tile(16, 64, 256, 4, 4), 32: Tile(32, 64, 256, 4, 4), 36: Tile(32, 128, 128, 4, 4)}
@@ -48,8 +49,8 @@ MANY, MANY_GATED = Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4)
 SMALLER = (Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 6))  # while each multiprocessor has one program at most
 
 
-def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.device) -> Tile:
-    """Return the tile of x [num_rows, K] times weight [N, K], of 2 bytes an element; is_gated: of two such weights."""
+def choose_tile(num_rows: int, N: int, is_gated: bool, device: torch.device) -> Tile:
+    """Return the tile of `num_rows` rows times a weight of N columns, of 2 bytes an element; is_gated: of two such."""
     shared, is_few = shared_memory(device), N <= NUM_MULTIPROCESSORS * 16
     if num_rows > 128:
         fitting = (t for t in SMALLER if cdiv(num_rows, t.m) * cdiv(N, t.n) <= NUM_MULTIPROCESSORS)
@@ -68,7 +69,10 @@ def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.dev
 
 
 def _at_once(tile: Tile, num_programs: int, shared: int) -> Tile:
-    """Return a tile of two weights with the most stages, of three to five, with which all programs run at once."""
+    """Return a tile of two weights with the most stages, of three to five, with which all programs run at once.
+
+    A program takes up to 2 KB of shared memory besides.
+    """
     for num_stages in (5, 4, 3):
         size = (2 * tile.n + tile.m) * tile.k * 2 * num_stages + (2 << 10)
         if num_programs <= NUM_MULTIPROCESSORS * (shared // size):
