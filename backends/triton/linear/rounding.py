@@ -3,12 +3,28 @@
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.relaunch import INTERPRETED
+
 LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 LEAST = tl.constexpr(1e-12)  # of a scale: zeros stay zeros
+HAS_FMA = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
 def quantised(values, AXIS: tl.constexpr):
-    """Return values [.., n] fp32, whose last axis is AXIS, in FP8, and the scales [..] that were taken out."""
+    """Return values [.., n] fp32, whose last axis is AXIS, in FP8, and the scales [..] that were taken out.
+
+    On a GPU a quotient is a product with the reciprocal of the scale, corrected by its remainder twice (Markstein,
+    IBM J. Res. Dev. 34(1), 1990): the bits of a division in fewer instructions. Compared for all mantissas of a scale
+    and all values next to those that lie between two of FP8.
+    """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values), AXIS), LARGEST), LEAST)
-    return tl.div_rn(values, tl.expand_dims(scale, AXIS)).to(tl.float8e4nv), scale
+    by = tl.expand_dims(scale, AXIS)
+    if HAS_FMA:
+        inverse = tl.expand_dims(tl.div_rn(1.0, scale), AXIS)
+        quotient = values * inverse
+        for _ in tl.static_range(2):
+            quotient = tl.fma(tl.fma(-quotient, by, values), inverse, quotient)
+    else:
+        quotient = tl.div_rn(values, by)
+    return quotient.to(tl.float8e4nv), scale
