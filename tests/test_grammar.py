@@ -750,6 +750,20 @@ def test_a_file_of_the_caller_is_not_taken_for_a_module_of_python(tmp_path, monk
     trial.Trials("llguidance", WORDS).check(GRAMMARS["regex"])
 
 
+@pytest.mark.parametrize("lacking", ["jsonschema", "version"])
+def test_a_library_that_is_missing_or_too_old_is_named(lacking, monkeypatch):
+    """Its process that tries grammars would end without a word, or its constructor raise a TypeError."""
+    if lacking == "version":
+        monkeypatch.setattr(
+            compiling.importlib.metadata, "version", lambda name: "1.6.1" if name == "llguidance" else "9"
+        )
+    else:
+        find = compiling.importlib.util.find_spec
+        monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None if name == lacking else find(name))
+    with pytest.raises(ValueError, match=r"grammar='llguidance'.*jsonschema.*too old: pip install .*\[grammar\]"):
+        make_compiler("llguidance", TOKENIZER, VOCAB, frozenset([EOS]))
+
+
 def test_engines_say_what_they_need(model):
     engine = specdec.attach(model, tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match=r"attach\(\.\.\., grammar='auto'\)"):

@@ -1,24 +1,34 @@
 """Makes compilers: picks the library, and keeps what was compiled by its text."""
 
+import importlib.metadata
 import importlib.util
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from packaging.version import Version
+
 from specdec.core.grammar.grammar import Grammar
 from specdec.core.grammar.matcher import CompiledGrammar
 from specdec.reach.grammars.trial import Trials
 from specdec.reach.grammars.vocabulary import Vocabulary
 
-LIBRARIES = ("llguidance", "xgrammar")  # in order of preference: see docs/generation-settings.md
+# In order of preference (see docs/generation-settings.md), with the oldest versions that pyproject.toml allows.
+LIBRARIES = {"llguidance": Version("1.9"), "xgrammar": Version("0.2.8")}
 MOST_KEPT = 512  # compiled grammars
 
 
 def installed_library(name: str) -> str | None:
-    """Return the library that `name` stands for, if it is installed."""
-    fitting = (n for n in LIBRARIES if name in (n, "auto") and importlib.util.find_spec(n))
+    """Return the library that `name` stands for, if it is installed, and jsonschema, which checks schemas first."""
+    fitting = (n for n in LIBRARIES if name in (n, "auto") and _is_installed(n))
     return next(fitting, None)
+
+
+def _is_installed(library: str) -> bool:
+    if any(importlib.util.find_spec(name) is None for name in (library, "jsonschema")):
+        return False
+    return Version(importlib.metadata.version(library)) >= LIBRARIES[library]
 
 
 def make_compiler(name: str, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> "CachedCompiler":
@@ -30,7 +40,10 @@ def make_compiler(name: str, tokenizer: Any, vocab_size: int, eos_ids: frozenset
     library = installed_library(name)
     if library is None:
         extra = "xgrammar" if name == "xgrammar" else "grammar"
-        raise ValueError(f"grammar={name!r}: the library is not installed: pip install 'specdec-toolkit[{extra}]'")
+        raise ValueError(
+            f"grammar={name!r}: its library, or jsonschema, is not installed, or too old: "
+            f"pip install 'specdec-toolkit[{extra}]'"
+        )
     if tokenizer is None:
         raise ValueError(f"grammar={name!r} needs a tokenizer; attach(..., tokenizer=...)")
     if not eos_ids:
