@@ -15,8 +15,8 @@ def quantised(values, AXIS: tl.constexpr):
     """Return values [.., n] fp32, whose last axis is AXIS, in FP8, and the scales [..] that were taken out.
 
     On a GPU a quotient is a product with the reciprocal of the scale, corrected by its remainder twice (Markstein,
-    IBM J. Res. Dev. 34(1), 1990): the bits of a division in fewer instructions. Compared for all mantissas of a scale
-    and all values next to those that lie between two of FP8.
+    IBM J. Res. Dev. 34(1), 1990): the bits of a division in fewer instructions. Compared with divisions for all
+    mantissas of a scale with the values around ties of FP8, and for all pairs of bf16 and of fp16 mantissas.
     """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values), AXIS), LARGEST), LEAST)
     by = tl.expand_dims(scale, AXIS)
