@@ -100,8 +100,8 @@ def test_an_answer_that_is_complete_before_min_tokens_is_whole_and_json_everywhe
 def test_calls_of_tools_are_parsed_and_streamed(served):
     chosen = {"type": "function", "function": {"name": "weather"}}
     whole = ask(served, tools=TOOLS, tool_choice=chosen, max_tokens=120).choices[0]
-    (call,) = whole.message.tool_calls[:1]
-    assert whole.finish_reason in ("tool_calls", "length") and whole.message.content is None
+    (call,) = whole.message.tool_calls
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
     assert call.function.name == "weather" and re.fullmatch("[a-z0-9]{9}", call.id), "as Mistral's templates want it"
     jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
     chunks = list(ask(served, tools=TOOLS, tool_choice=chosen, max_tokens=120, stream=True))
@@ -198,8 +198,10 @@ BAD = [
      "response_format.json_schema.foo=1: this server does not support it"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parametres": {}}}]}, "tools",
      "tools[0].function.parametres={}: this server does not support it"),
-    ({"tools": [*TOOLS, tool_with({"type": "objct"})], "tool_choice": "required"}, "tools",
-     "tools[2].function.parameters.type: 'objct' is not valid"),
+    ({"tools": [*TOOLS, tool_with({"properties": {"a": {"type": "objct"}}})], "tool_choice": "required"}, "tools",
+     "tools[2].function.parameters.properties.a.type: 'objct' is not valid"),
+    ({"tools": [*TOOLS, tool_with({"type": "objct"})]}, "tools", "tools[2].function.parameters={'type': 'objct'}: exp"),
+    ({"tools": [tool_with({"type": ["string", "null"]})]}, "tools", "expected a JSON schema of an object"),
     ({"tools": [tool_with({"uniqueItems": True})], "tool_choice": "required", "response_format": schema_format()},
      "tools", 'tools[0].function.parameters: Unimplemented keys: ["uniqueItems"]'),
     ({"structured_outputs": {"regex": "(["}}, "structured_outputs", "unclosed character class"),
@@ -334,17 +336,21 @@ def test_parallel_calls_are_of_the_request(served):
     fields = {"tools": TOOLS[:1], "tool_choice": "required", "logit_bias": {"2": -100}, "max_tokens": 120}
 
     def called(**more):
-        (choice,) = ask(served, **fields, **more).choices
+        (choice,) = ask(served, **fields | more).choices
         return len(choice.message.tool_calls), choice.finish_reason
 
     assert called()[0] == called(parallel_tool_calls=True)[0] > 1
     assert called(parallel_tool_calls=False) == (1, "tool_calls")
+    named = {"type": "function", "function": {"name": "weather"}}
+    assert called(tool_choice=named) == called(tool_choice=named, parallel_tool_calls=True) == (1, "tool_calls")
     with pytest.raises(openai.BadRequestError, match="parallel_tool_calls='no': expected true or false"):
         called(parallel_tool_calls="no")
 
 
-@pytest.mark.parametrize("parameters", [None, {}, {"properties": {"a": {"type": "null"}}, "required": ["a"]}])
-def test_arguments_are_an_object_whatever_the_schema_leaves_out(parameters):
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"properties": {"a": {"type": "null"}}, "required": ["a"]}, {"type": ["object", "null"]}]
+)
+def test_arguments_are_an_object_whatever_the_schema_says(parameters):
     form, tools = formats.TOOL_FORMATS["hermes"], structure.tools("tools", [tool_with(parameters)])
     grammar = structure.Structure(None, tools, "required", form, None).grammar(False, {})
     tokenizer, mask = tiny_tokenizer(), np.zeros(VOCAB // 32, np.int32)

@@ -87,8 +87,9 @@ class Dialect:
         answer, tools = body.get("response_format") or body.get("structured_outputs"), body.get("tools", [])
         form = None if self.tool_format is None else TOOL_FORMATS[self.tool_format]
         thinking = THINKING[self.thinking] if self.thinking is not None and body.is_chat else None
-        is_single = not body.get("parallel_tool_calls", True)
-        return Structure(answer, tools, body.get("tool_choice", "auto"), form, thinking, is_single)
+        choice = body.get("tool_choice", "auto")
+        is_single = choice.startswith("=") or not body.get("parallel_tool_calls", True)
+        return Structure(answer, tools, choice, form, thinking, is_single)
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends within a thought."""

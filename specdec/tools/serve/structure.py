@@ -77,8 +77,9 @@ def _tool(at: str, tool: Any) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"{at}.function.parameters={shown(parameters)}: expected a JSON schema")
+    kinds = parameters.get("type", "object") if isinstance(parameters, Mapping) else ""
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ValueError(f"{at}.function.parameters={shown(parameters)}: expected a JSON schema of an object")
     described = {key: item for key, item in function.items() if key in ("name", "description")}
     return {"type": "function", "function": {**described, "parameters": parameters}}
 
@@ -101,7 +102,7 @@ def _made(at: str, fields: Mapping[str, Any]) -> Grammar:
 class Structure:
     """What an answer consists of, besides free text: see the fields of a body, and `formats`.
 
-    is_single: the request wants one call at most (`parallel_tool_calls: false`).
+    is_single: one call at most, of a named tool or with `parallel_tool_calls: false`.
     """
 
     answer: Grammar | None
@@ -209,7 +210,7 @@ class Structure:
             names = {"name": function["name"], "quoted": json.dumps(function["name"])}
             opening = form.opening.format(**names)
             opening = opening if form.first else opening.removeprefix(begun)
-            schema = rules.schema({"type": "object", **function["parameters"]})  # arguments are one in any case
+            schema = rules.schema({**function["parameters"], "type": "object"})  # arguments are one in any case
             closing = rules.literal(form.closing)
             ways.append(f"{rules.literal(opening)} {schema} {closing}")
         call = rules.add(" | ".join(ways))
