@@ -602,6 +602,12 @@ def test_the_command_says_what_is_missing(monkeypatch):
         serve_command(target="no such target")
 
 
+@pytest.mark.parametrize("key", ["", "schl\u00fcssel", "a b"])
+def test_keys_that_clients_cannot_send_are_refused(key):
+    with pytest.raises(ValueError, match="--api-key: expected visible ASCII characters"):
+        serve_command(target="no such target", api_key=key)
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -1,5 +1,6 @@
 """`specdec serve`: an engine behind an HTTP server in the form of OpenAI's API."""
 
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,8 @@ class Serve(WithDraft):
         except ImportError as error:
             raise ValueError(f"{error.name} is missing: pip install 'specdec-toolkit[serve]'") from error
 
+        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
+            raise ValueError("--api-key: expected visible ASCII characters, which any client can send; choose another")
         with ApiServer(self.host, self.port) as server:
             model, tokenizer = self.load()
             # on a CPU a larger batch is slower for each, and its pool fills the memory
