@@ -121,6 +121,8 @@ OPTIONS = [
     ({"zzz": None}, "zzz=None: generate() has no such option: expected settings of GenerationConfig"),
     ({"streamer": object()}, "streamer is not supported: use Engine.stream()"),
     ({"num_beams": 4}, "num_beams=4, of this call, would change the text"),
+    ({"output_scores": torch.ones(2)}, "output_scores=tensor([1., 1.]), of this call, would change the text"),
+    ({"num_beams": np.ones(2)}, "num_beams=array([1., 1.]), of this call, would change the text"),
     ({"logits_processor": [1]}, "logits_processor is not supported"),
     # sampling
     ({"do_sample": "yes"}, "do_sample='yes': expected one of (True, False)"),

@@ -6,6 +6,7 @@ that are not set have the defaults of `transformers`. Knows no engine: the resul
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +50,11 @@ HARMLESS = frozenset({*_CACHES, *_SPEED, *_ASSISTANTS, *_BEAMS, *_OTHERS, "trans
 
 
 def _unless(*neutral: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value is n or (value == n and not isinstance(value, bool)) for n in neutral)
+    def is_off(value: Any) -> bool:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        return any(value is n or (is_number and value == n) for n in neutral)
+
+    return is_off
 
 
 # Refused unless their value means "off": name -> (test for "off", reason or advice).
@@ -213,7 +218,7 @@ class Settings:
             if not is_off(value):
                 whose = "this call" if name in self.given else "the model's generation_config"
                 raise ValueError(
-                    f"{name}={value!r}, of {whose}, would change the text and is not supported: {cure}"
+                    f"{name}={shown(value)}, of {whose}, would change the text and is not supported: {cure}"
                     + ("" if name in self.given else f", or pass {name}=None to go without")
                 )
 
