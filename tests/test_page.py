@@ -311,7 +311,9 @@ def test_page_command(tmp_path, capsys, monkeypatch):
     code, lines, _ = run(capsys, monkeypatch, "bench", "page", file, "--out", out)
     assert code == 0 and lines == [str(out)] and "<h1>Demo of 135m</h1>" in out.read_text()
     (tmp_path / "bad.json").write_text("[1]")
-    for bad, message in (("none.json", "no such file"), ("bad.json", "expected an object with a list of 'rows'")):
+    (tmp_path / "deep.json").write_text("[" * 10**5)
+    wrong = {"none": "no such file", "bad": "expected an object with a list of 'rows'", "deep": "not JSON (maximum"}
+    for bad, message in ((f"{name}.json", said) for name, said in wrong.items()):
         code, _, errors = run(capsys, monkeypatch, "bench", "page", tmp_path / bad)
         assert code == 2 and message in errors
 

@@ -29,7 +29,7 @@ def read_record(path: str | Path) -> Record:
         raise ValueError(f"result file {str(path)!r}: no such file; expected JSON that a `specdec bench` command wrote")
     try:
         found = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"result file {str(path)!r}: not JSON ({error})") from error
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
         raise ValueError(f"result file {str(path)!r}: expected an object with a list of 'rows', as write_results makes")
