@@ -159,6 +159,8 @@ def test_the_command(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, command)
     assert again.exit_code != 0 and "--overwrite" in str(again.exception)
     assert (tmp_path / "b" / "config.json").read_text() == "somebody's"
+    nowhere = CliRunner().invoke(app, [*command[:3], "", *command[4:]])
+    assert "the folder to write to is ''" in str(nowhere.exception)
     unused = CliRunner().invoke(app, [*command[:2], str(tmp_path / "b"), "c", "--to", "official", "--target", "t"])
     assert "--target t: only --to speculators needs the target; leave it out" in str(unused.exception)
     done = CliRunner().invoke(app, [*command, "--overwrite"])

@@ -25,6 +25,8 @@ def check_free(folder: str | Path, overwrite: bool, also: Sequence[str] = ()) ->
 
     A sharded checkpoint with an index is never overwritten: readers would go on loading the old shards.
     """
+    if not str(folder):
+        raise ValueError("the folder to write to is '': expected its name, '.' for the current one")
     folder = Path(folder)
     check_place(folder)
     if folder.exists() and not folder.is_dir():

@@ -123,7 +123,7 @@ class Convert(Reported):
     """Rewrite an EAGLE-3 head in the other layout."""
 
     src: str = argument("Folder, Hub id or shipped name of an EAGLE-3 head.")
-    dst: Path = argument("Folder to write.")
+    dst: str = argument("Folder to write.")
     to: str = option("official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).", REQUIRED)
     verifier: str | None = option("Name of the target, for speculators' config.")
     target: str | None = option("--to speculators: target of a head without an lm_head; shipped heads: bundled.")
@@ -139,7 +139,7 @@ class Convert(Reported):
         notes = convert(source, self.dst, self.to, self.verifier, overwrite=self.overwrite, target=shape)
         for note in notes:
             print(note)
-        self.finish({"src": self.src, "dst": str(self.dst), "to": self.to, "notes": notes})
+        self.finish({"src": self.src, "dst": self.dst, "to": self.to, "notes": notes})
 
 
 command = command_of(Convert)
