@@ -21,7 +21,7 @@ from specdec.tools.commands.demo import PROMPTS, Marking, exchange, marked, run_
 from specdec.tools.commands.machine import env as env_command
 from specdec.tools.commands.machine import list_backends
 from specdec.tools.commands.terminal import quiet_pipes
-from specdec.tools.commands.text import run_chat
+from specdec.tools.commands.text import run_chat, typed_lines
 from specdec.tools.measure.break_even import BreakEven, cpu_break_even
 from tests.commands import run
 from tests.heads import random_head
@@ -136,6 +136,11 @@ def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, ca
     assert [m["role"] for m in said] == ["system", "user", "assistant"] and said[-1]["content"] == "w8"
     engine.check_integrity()
     engine.detach()
+
+
+def test_a_line_that_is_not_utf8_ends_no_chat(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\nb\n"), "utf-8"))
+    assert list(typed_lines()) == ["a\udcff", "b"]
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def run_chat(engine: Engine, lines: Iterable[str], system: str | None = None, **
 
 def typed_lines() -> Generator[str, None, None]:
     """Yield lines that are typed, up to the end of input."""
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # a wrong byte costs its line alone
     while True:
         try:
             yield input("> ")
