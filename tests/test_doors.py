@@ -234,6 +234,11 @@ def test_streamers_get_prompt_tokens_and_end(engine, model, batch):
         assert [r.tolist() for r in ours.rows] == [r.tolist() for r in theirs.rows]
 
 
+def test_beams_are_not_streamed_by_transformers_either(engine, model):
+    with engine.install(on_unsupported="fallback"), pytest.raises(ValueError, match="streamer: transformers"):
+        model.generate(ids_of([5, 6, 7]), num_beams=2, streamer=Recorder(), max_new_tokens=4)
+
+
 REFUSED = {
     "num_beams": ({"num_beams": 2}, "num_beams=2"),
     "output_attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

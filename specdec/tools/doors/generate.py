@@ -90,6 +90,8 @@ class EngineGenerate:
             loop = getattr(type(model), name, None)  # modes that transformers has moved to the Hub have none
             if self.on_unsupported == "raise" or loop is None:
                 raise
+            if streamer is not None and name == "_beam_search":
+                raise ValueError("streamer: transformers streams no beams; leave it out, or num_beams") from error
             warnings.warn(f"decoded by transformers, without speculation: {error}", stacklevel=4)
             return loop(model, input_ids, *prepared, streamer=streamer, **model_kwargs)
         sequences = _run(self.engine, call)
