@@ -202,6 +202,14 @@ def converted(m):
 
 
 @contextmanager
+def compiled(m):
+    before = m._compiled_call_impl
+    m.compile(backend="eager")
+    yield
+    m._compiled_call_impl = before
+
+
+@contextmanager
 def training(m):
     m.train()
     yield
@@ -237,12 +245,14 @@ WAYS = {
     "ropes rescaled": (ropes_rescaled, FOLLOWED, r"rotary_emb.attention_scaling \(1.0 → 2.0\)"),
     "epsilon": (epsilon, FOLLOWED, r"variance_epsilon \(1e-06 → 500.0\)"),
     "training mode": (training, FOLLOWED, FOLLOWED),
+    "compiled": (compiled, FOLLOWED, FOLLOWED),
     "attention rescaled": (attention_rescaled, r"self_attn.scaling \(0.25 → 3.0\)", r"self_attn.scaling"),
     "attention replaced": (attention_replaced, r"layers.1.self_attn \(another module\)", r"layers.1.self_attn"),
     "window": (window_set, r"config.sliding_window \(nothing → 2\)", r"config.sliding_window"),
     "converted": (converted, "lm_head.weight .torch.float32 on (cpu|cuda:0) → torch.float64", "lm_head.weight"),
 }
-UNCHANGED = {"adapter added", "training mode", "window", "converted"}  # Llama reads no window; the last cannot run
+# Llama reads no window; what is converted cannot run.
+UNCHANGED = {"adapter added", "training mode", "compiled", "window", "converted"}
 CAPTURED = {"cuda_graph": True, "graph_sampling": "greedy", "prefill_graph": "off"}
 MODES = {
     "cpu": {"live": {}, "captured": CAPTURED, "compiled": {"compile": True, "compiler": "eager"}},

@@ -260,7 +260,7 @@ class HFTarget:
         """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
         ids = self._no_ids.expand(1, hidden.shape[0])
         with self.route.only_head(hidden.unsqueeze(0)):
-            return self.model(input_ids=ids, use_cache=False).logits[0]
+            return self.model._call_impl(input_ids=ids, use_cache=False).logits[0]  # past what `model.compile()` set
 
     def expect_positions(self, count: int) -> None:
         """Prepare for rounds that reach position count-1. Positions past the model's limit, where learned position
