@@ -2,10 +2,12 @@
 
 import asyncio
 import copy
+import os
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -197,6 +199,20 @@ def test_a_turn_that_an_exception_ends_is_repaired_and_free():
         raise LookupError
     assert len(repairs) == 1, "of an inner turn, too"
     join([threading.Thread(target=turns.__enter__)])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_within_a_turn_is_told_instead_of_waiting_for_ever():
+    turns = Turns(print)
+    with turns:
+        child = os.fork()
+        if not child:
+            with suppress(RuntimeError), turns:
+                os._exit(1)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with turns:
+        pass
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, pytest.fail.Exception])

@@ -1,5 +1,6 @@
 """Turns: one thread at a time uses the engine, in order of arrival. Knows neither requests nor devices."""
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,12 +23,17 @@ class Turns:
         self._repair = repair
         self._gate = threading.Lock()
         self._turn = threading.Lock()
-        self._owner: int | None = None
+        self._owner: tuple[int, int] | None = None  # process and thread
         self._depth = 0
         self._deferral: AbstractContextManager[Any] = deferred()
 
     def __enter__(self) -> None:
         if not self.is_mine:
+            if self._owner is not None and self._owner[0] != os.getpid():
+                raise RuntimeError(
+                    "a thread of the parent process used the engine when this one was forked, and never lets go of it "
+                    "here: attach an engine in this process, or fork while nothing runs"
+                )
             deferral = deferred()
             deferral.__enter__()
             try:
@@ -36,7 +42,7 @@ class Turns:
             except BaseException:  # a second Ctrl-C, while it waits
                 deferral.__exit__(None, None, None)
                 raise
-            self._owner, self._deferral = threading.get_ident(), deferral
+            self._owner, self._deferral = _me(), deferral
         self._depth += 1
 
     def __exit__(
@@ -55,4 +61,8 @@ class Turns:
     @property
     def is_mine(self) -> bool:
         """True if this thread has the turn."""
-        return self._owner == threading.get_ident()
+        return self._owner == _me()
+
+
+def _me() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
