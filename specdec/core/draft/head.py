@@ -166,7 +166,7 @@ class BlockDraftHead(DraftHead):
         if num_steps > self.most_steps:
             raise ValueError(
                 f"num_steps={num_steps}: the head drafts blocks of {self.block_size} rows; expected at most "
-                f"{self.most_steps}"
+                f"{self.most_steps}, also in auto_steps"
             )
 
     @property
