@@ -398,6 +398,7 @@ def round_kernels() -> None:
     verified = trim.trim(verified, nodes[0, :2].clone(), ids, ids[:, 0].clone())
     for moves in (True, False):
         trim.emit(verified, nodes[0, :2].clone(), *[ids[:, 0].clone() for _ in range(3)], ids.int(), moves)
+    trim.mail(ids, ids.clone())
     walk.verify_chain(laws, laws[:, :7].contiguous(), nodes, uniforms)
     spine.verify_spine(laws, laws[:, :5].contiguous(), nodes, nodes, nodes, 5, uniforms)
     rows.gather_rows(laws, nodes)

@@ -13,6 +13,7 @@ from specdec.core.engine.packing import pack_requests, write_history
 from specdec.core.engine.request import Request
 from specdec.core.engine.scheduler import Scheduler
 from specdec.core.engine.sharing import WORTH_WAITING
+from specdec.core.functional.torch_ops import TORCH_OPS
 from specdec.core.round.state import MAX_STOP_IDS
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.text.detokenizer import Detokenizer
@@ -194,7 +195,7 @@ def test_pages_that_a_request_shares_are_not_taken_to_make_room_for_it():
 
 
 def test_results_are_copies_and_come_again_until_the_next_ones_are_asked_for():
-    mailbox, packed = Mailbox(CPU, 8), torch.tensor([[1, 2, 3, 4]])
+    mailbox, packed = Mailbox(CPU, 8, TORCH_OPS.mail), torch.tensor([[1, 2, 3, 4]])
     for number in range(2):
         mailbox.post([request_of()], packed + number, None)
         packed[:] += 10

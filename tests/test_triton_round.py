@@ -359,6 +359,9 @@ def test_rounds_end_as_the_twins_end_them(seed, bs, width, num_stops, moves):
         history = torch.full((num_rows + 1, 100), -1, dtype=torch.int32, device=DEVICE)
         results = ops.emit(trimmed, rows, state[1], state[2], state[0], history, moves)
         outcomes.append((trimmed, results, [*state, history[:-1]]))  # nobody reads the last row
+        host = torch.empty_like(results, device="cpu", pin_memory=results.is_cuda)
+        ops.mail(results, host)
+        assert torch.equal(results.cpu(), host)
     same(outcomes[0][0], outcomes[1][0])
     same([outcomes[0][1], *outcomes[0][2]], [outcomes[1][1], *outcomes[1][2]])
     trimmed, results, state = outcomes[0]

@@ -175,6 +175,7 @@ def launch(
     if by_quarters:
         tile = Tile(8 if num_rows <= 8 else 16, quarters.COLUMNS.value, 4, 4, 1)
         constants: dict[str, Any] = {"AHEAD": quarters.AHEAD_GATED if activation else quarters.AHEAD}
+        constants["JOINED"] = len(weights) > 1
     else:
         tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
         constants = {"PACK": tile.pack, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}

@@ -10,8 +10,9 @@ Twin: `specdec.backends.linear.packed.packed_linear`.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdec.backends.triton.launch.relaunch import INTERPRETED, capability, wait_for_others
+from specdec.backends.triton.launch.relaunch import INTERPRETED, capability
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.parts import finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
@@ -117,9 +118,14 @@ def quarters_kernel(
     IS_UNEVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     AHEAD: tl.constexpr,
+    JOINED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_M rows and COLUMNS columns of out, with AHEAD blocks loaded ahead; see `quantised._quantised_kernel`.
+
+    JOINED: there are several weights. A norm is in front of these, and lets this kernel start early: the first weights
+    are loaded while it runs. Behind other kernels that costs time. What follows a gate reads many weights, and gains
+    nothing by an early start.
 
     Rows past the last one repeat it. Thread 32 * q + 4 * c + i has features 4 * i to 4 * i + 3, of 16, of quarter q and
     column, or row, c, as operands of mma.sync have them. Loads have two dims, threads and features: those of more dims
@@ -139,10 +145,16 @@ def quarters_kernel(
     m = tl.minimum(of_row // 128 * 8 + of_row // 4 % 8, num_rows - 1).to(tl.int64)
     rows = x + (m * stride + first_of_row * 128 + of_row % 4 * 4)[:, None] + four
     left, left_of_row = num_blocks - first, (num_blocks - first_of_row)[:, None]
-    wait_for_others(PDL, False)
+    if PDL:
+        if ACTIVATION == "":
+            gdc_launch_dependents()
+        if not JOINED:
+            gdc_wait()
     blocks = _first_blocks(weight + at, scales + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
     if ACTIVATION != "":
         up_blocks = _first_blocks(w1 + at, s1 + n, first, left, quarter, size, GROUP, IS_UNEVEN, AHEAD)
+    if PDL and JOINED:
+        gdc_wait()
     features = _rows(rows, left_of_row > 0, IS_UNEVEN)
     sums = tl.zeros([4, COLUMNS, BLOCK_M], tl.float32)
     up_sums = sums

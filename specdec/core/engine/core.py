@@ -46,7 +46,7 @@ class Core:
         self.models = parts.models
         self.scheduler = Scheduler(parts.tables, config.tail_reserve, config.max_batch, parts.worker.looks_ahead)
         width = line_width(config.num_steps + 1, config.logprobs, config.digests)
-        self.mailbox = Mailbox(device, most=config.max_batch * width)
+        self.mailbox = Mailbox(device, config.max_batch * width, parts.ops.mail)
         self.launcher = Launcher(parts, self.scheduler, self.mailbox)
         self.round, self.prefill, self.graphs = self.launcher.program, self.launcher.prefills, self.launcher.rounds
         self.delivery = Delivery(self.mailbox, self.scheduler, config, self.launcher.tiers)

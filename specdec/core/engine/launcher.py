@@ -78,6 +78,7 @@ class Launcher:
 
         def prepare() -> None:
             write_dummy()
+            mailbox.warm_up()
             self.prefills.plan_warm_ups()
 
         pool = GraphPool(self._device) if self._device.type == "cuda" else None
@@ -93,6 +94,7 @@ class Launcher:
                 is_checked = parts.models.check()
             with torch.inference_mode():
                 write_dummy()
+                mailbox.warm_up()
                 self.prefills.build()
                 self.rounds.build()
         catch_up = self.program.catch_up

@@ -30,14 +30,16 @@ class Results:
 class Mailbox:
     """Copies results to pinned host memory behind the launches that made them; they are read in order of arrival.
 
-    most: elements of the largest results. Buffers are reused once read. wait: waits for a CUDA event.
+    most: elements of the largest results. Buffers are reused once read. mail: see `RoundOps`. wait: waits for a CUDA
+    event.
     """
 
     wait: Callable[[torch.cuda.Event], None] = staticmethod(lambda event: event.synchronize())
 
-    def __init__(self, device: torch.device, most: int):
+    def __init__(self, device: torch.device, most: int, mail: Callable[[torch.Tensor, torch.Tensor], None]):
         self._device = device
         self._most = most
+        self._mail = mail
         self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._pending: deque[tuple[Results, torch.Tensor]] = deque()
 
@@ -51,9 +53,15 @@ class Mailbox:
             return
         buffer, ready = self._free.pop() if self._free else self._new_buffer()
         host = buffer[: packed.numel()].view(packed.shape)
-        host.copy_(packed, non_blocking=True)
+        self._mail(packed, host)
         ready.record()
         self._pending.append((Results(tuple(requests), host, ready, played, is_masked), buffer))
+
+    def warm_up(self) -> None:
+        """Compile what copies results, or load it."""
+        if self._device.type == "cuda":
+            buffer, _ = self._new_buffer()
+            self._mail(torch.zeros(1, dtype=torch.int64, device=self._device), buffer[:1])
 
     def take(self, num_left: int) -> Iterator[tuple[Results, list[list[int]]]]:
         """Yield results and their rows on the host, oldest first, until `num_left` are left; waits for their copies.

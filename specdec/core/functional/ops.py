@@ -32,6 +32,7 @@ class RoundOps:
     emit(verified, rows, seq_lens, roots, remaining, history [num_rows, width] int32, moves) -> results for the host,
         [bs, W+3] int64, see `specdec.core.functional.results`; in place, the last token becomes the root, if `moves`,
         seq_lens grow by accept_lens, and the tokens end in the history's column L;
+    mail(results [n, W+3], host [n, W+3]): copies results to pinned, dense host memory;
     admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
         its first number names: F numbers go to `EngineState.columns`, one after the other; P pages become the row's
         slots, 0 past the last one;
@@ -63,6 +64,7 @@ class RoundOps:
     starts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     trim: Callable[[VerifyOutput, torch.Tensor, torch.Tensor, torch.Tensor], VerifyOutput]
     emit: Callable[..., torch.Tensor]
+    mail: Callable[[torch.Tensor, torch.Tensor], None]
     constrain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     guided: Callable[[torch.Tensor, Guide, int, torch.Tensor], torch.Tensor]
     look_up: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]

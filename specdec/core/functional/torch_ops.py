@@ -63,6 +63,10 @@ def _emit(
     return pack(verified.tokens, verified.accept_lens, verified.invalid, remaining[rows] == 0)
 
 
+def _mail(results: torch.Tensor, host: torch.Tensor) -> None:
+    host.copy_(results, non_blocking=True)
+
+
 def _admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Tensor, page_size: int) -> None:
     sizes = [column[0].numel() for column in columns]
     first, *values, pages = packed.split([1, *sizes, packed.shape[1] - 1 - sum(sizes)], 1)
@@ -108,6 +112,7 @@ TORCH_OPS = RoundOps(
     starts=lambda seq_lens, roots, rows: (seq_lens[rows], roots[rows]),
     trim=_trim,
     emit=_emit,
+    mail=_mail,
     look_up=lookup.look_up,
     constrain=sampling.constrain,
     guided=sampling.guided,
@@ -164,6 +169,7 @@ def _triton_ops() -> RoundOps:
         starts=rows.starts,
         trim=_on_parts(trim.trim),
         emit=trim.emit,
+        mail=trim.mail,
         look_up=lookup.look_up,
         constrain=bitmask.constrain,
         guided=bitmask.guided,
