@@ -93,7 +93,7 @@ def places_with_own_storage(reals: Sequence[Any]) -> set[int]:
         for i, t in tensors.items()
         if t.is_contiguous()
         and owners[t.untyped_storage().data_ptr()] == 1
-        and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+        and t.untyped_storage().nbytes() == t.nbytes
         and not (t.device.type == "cpu" and t.is_shared())
     }
 
@@ -132,8 +132,7 @@ def divide(graph: fx.Graph, joined: fx.Node, sizes: Sequence[int], nodes: Sequen
     parts = graph.call_function(torch.split, (joined, sizes, -1))
     chosen = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
     for node, part in zip(nodes, chosen, strict=True):
-        part.meta = dict(node.meta)
-        node.replace_all_uses_with(part)
+        node.replace_all_uses_with(part, propagate_meta=True)
         graph.erase_node(node)
 
 

@@ -67,7 +67,7 @@ def echoing() -> Iterator[None]:
 
 @contextmanager
 def disturbed(unit: float | None = None) -> Iterator[None]:
-    """Disturb what the attention and recurrent layers in force return within the context, see `disturb`."""
+    """Disturb the outputs of the current attention and recurrent scopes within the context; see `disturb`."""
     with (
         attention_scope(_Disturbing(current_scope(), unit)),
         recurrent_scope(_Disturbing(current_recurrent(), unit)),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 CASTS = ("to", "float", "type", "type_as")
@@ -18,6 +19,11 @@ def is_function(node: Any, *functions: Any) -> bool:
 def is_method(node: Any, *names: str) -> bool:
     """Return whether `node` calls a method of one of `names`."""
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
+
+
+def is_op(node: Any, name: str) -> bool:
+    """Return whether `node` calls `name`, as a method of a tensor or as a function of torch or torch.nn.functional."""
+    return is_method(node, name) or is_function(node, *(vars(home)[name] for home in (torch, F) if name in vars(home)))
 
 
 def value(node: fx.Node) -> torch.Tensor:
@@ -98,8 +104,7 @@ def replace(graph: fx.Graph, op: Any, arguments: tuple[Any, ...], last: fx.Node,
     """Put a call of `op` where `last` is, and erase `parts`."""
     with graph.inserting_before(last):
         new = graph.call_function(op, arguments)
-    new.meta = dict(last.meta)
-    last.replace_all_uses_with(new)
+    last.replace_all_uses_with(new, propagate_meta=True)
     erase_unused(graph, parts)
 
 
@@ -111,8 +116,7 @@ def replace_pair(
         both = graph.call_function(op, arguments)
         for i, old in enumerate(pair):
             new = graph.call_function(operator.getitem, (both, i))
-            new.meta = dict(old.meta)
-            old.replace_all_uses_with(new)
+            old.replace_all_uses_with(new, propagate_meta=True)
     for old in pair:
         erase_upwards(graph, old)
 

@@ -17,6 +17,7 @@ from specdec.reach.targets.compiling.matching import (
     erase_unused,
     is_function,
     is_method,
+    is_op,
     is_product,
     is_sum,
     is_tensor,
@@ -60,7 +61,7 @@ def _norm(node: Any) -> _Norm | None:
         x, shape, weight, eps = (*node.args, None, None)[:4]
         is_ours = len(node.args) == 4 and len(shape) == 1 and _is_vector(weight) and is_tensor(x) and eps is not None
         return _Norm(x, weight, eps, 0.0, True, node, {node}) if is_ours else None
-    if not is_function(node, torch.rsqrt) and not is_method(node, "rsqrt"):
+    if not is_op(node, "rsqrt"):
         return None
     root, scaled = node.args[0], only_user(node)
     if not is_sum(root) or not is_product(scaled):
@@ -111,8 +112,7 @@ def _squared(node: Any) -> Any:
     if not is_method(node, "mean") or (*node.args[1:], *node.kwargs.items()) != (-1, ("keepdim", True)):
         return None
     power = node.args[0]
-    is_square = (is_method(power, "pow") or is_function(power, torch.pow)) and power.args[1:] == (2,)
-    x = power.args[0] if is_square else None
+    x = power.args[0] if is_op(power, "pow") and power.args[1:] == (2,) else None
     return x if isinstance(x, fx.Node) and value(x).dtype == torch.float32 else None
 
 
@@ -172,11 +172,9 @@ def _replace(graph: fx.Graph, norm: _Norm) -> None:
         with graph.inserting_before(x):
             both = graph.call_function(torch.ops.specdec.add_rms_norm.default, (*terms, *arguments))
             normed, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
-        total.meta = dict(x.meta)
-        x.replace_all_uses_with(total)
+        x.replace_all_uses_with(total, propagate_meta=True)
         graph.erase_node(x)
-        normed.meta = dict(norm.out.meta)
-        norm.out.replace_all_uses_with(normed)
+        norm.out.replace_all_uses_with(normed, propagate_meta=True)
         erase_unused(graph, norm.parts)
     else:
         replace(graph, RMS_NORM, (x, *arguments), norm.out, norm.parts)

@@ -21,6 +21,7 @@ from specdec.reach.targets.compiling.matching import (
     is_function,
     is_like,
     is_method,
+    is_op,
     is_product,
     is_tensor,
     only_user,
@@ -61,7 +62,7 @@ def take_over_products(graph: fx.GraphModule) -> None:
 
 
 def take_over_gates(graph: fx.GraphModule) -> None:
-    """Let act(gate) * up, of tensors of one shape in 16 bits, be `specdec::apply_gate`, in place."""
+    """Replace act(gate) * up, of tensors of one shape in 16 bits, by `specdec::apply_gate`, in place."""
     for node in [n for n in graph.graph.nodes if is_product(n)]:
         pair = operands(node, lambda n: bool(_of_gate(n)) and len(n.users) == 1 and len(n.args) > 0)
         if pair is None or not all(_are_halves(n, pair[1]) for n in (*pair, pair[0].args[0])):
@@ -90,9 +91,7 @@ def _divides(gate: torch.Tensor, up: torch.Tensor) -> bool:
 
 def _of_gate(node: Any) -> str:
     """Return the name of the activation of a gate that `node` applies; empty for others."""
-    if is_method(node, "sigmoid") or is_function(node, torch.sigmoid, F.sigmoid):
-        return "sigmoid"
-    return _activation(node)
+    return "sigmoid" if is_op(node, "sigmoid") else _activation(node)
 
 
 def _gate_behind(node: fx.Node) -> Gated | None:
@@ -161,8 +160,7 @@ def _is_halved(node: Any) -> bool:
     if is_function(node, torch.split):
         sizes = node.args[1]
         return isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1] and node.args[2:] == (-1,)
-    is_chunk = is_function(node, torch.chunk) or is_method(node, "chunk")
-    return is_chunk and node.args[1:] == (2,) and node.kwargs == {"dim": -1}
+    return is_op(node, "chunk") and node.args[1:] == (2,) and node.kwargs == {"dim": -1}
 
 
 def _activation(node: Any) -> str:

@@ -48,7 +48,7 @@ def join_quantised(graph: fx.GraphModule) -> None:
 
 
 def quantise_results(graph: fx.GraphModule) -> None:
-    """Let norms, and gated products by blocks, whose results only get quantised do that, in place."""
+    """Fuse quantisation into the norms, and gated products by blocks, whose results are only quantised; in place."""
     for node in [n for n in graph.graph.nodes if is_function(n, QUANTISE)]:
         given: Any = node.args[0]
         while is_method(given, "view", "reshape") and viewed(given) is not given and only_user(given) is not None:
@@ -73,8 +73,7 @@ def _quantise_result(graph: fx.Graph, node: fx.Node, source: fx.Node, op: Any) -
     places = {user: results[int(user.args[1])] for user in node.users}  # type: ignore[arg-type]
     places |= {user: results[2] for user in source.users if is_function(user, operator.getitem) and user.args[1] == 1}
     for user, result in places.items():
-        result.meta = dict(user.meta)
-        user.replace_all_uses_with(result)
+        user.replace_all_uses_with(result, propagate_meta=True)
     for user in places:
         graph.erase_node(user)
     erase_upwards(graph, node)
@@ -86,7 +85,7 @@ def _operands(node: Any) -> list[list[fx.Node]]:
 
 
 def _share(graph: fx.Graph, first: fx.Node, again: fx.Node) -> None:
-    """Let what uses the results of `again` use those of `first`, which come before."""
+    """Replace the results of `again` by those of `first`, which precede it."""
     places = {user.args[1]: user for user in first.users}
     for user in list(again.users):
         user.replace_all_uses_with(places[user.args[1]])

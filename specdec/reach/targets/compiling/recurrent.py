@@ -1,5 +1,5 @@
-"""Lets recurrent layers take what models prepare for them as it is: queries and keys that several heads share, and the
-gates of delta rules.
+"""Simplifies the inputs of recurrent layers in a traced graph: queries and keys that several heads share, and the gates
+of delta rules.
 """
 
 import operator
@@ -14,6 +14,7 @@ from specdec.reach.targets.compiling.matching import (
     erase_upwards,
     is_function,
     is_method,
+    is_op,
     is_product,
     is_sum,
     is_tensor,
@@ -40,7 +41,7 @@ def share_keys(graph: fx.GraphModule) -> None:
 
 
 def take_over_delta_gates(graph: fx.GraphModule) -> None:
-    """Let scans take their decays and strengths from `specdec::delta_gates`, in place.
+    """Compute the decays and strengths of scans by `specdec::delta_gates`, in place.
 
     Recognised are g = -exp(A_log) * softplus(a + dt_bias) in fp32 and beta = sigmoid(b), as Qwen's hybrids have them.
     """
@@ -92,7 +93,7 @@ def _decay(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     if pair is None or not is_function(pair[1], F.softplus) or len(pair[1].args) != 1 or pair[1].kwargs:
         return None
     exponential, step = pair[0].args[0], pair[1].args[0]
-    is_rate = (is_method(exponential, "exp") or is_function(exponential, torch.exp)) and exponential.args
+    is_rate = is_op(exponential, "exp") and exponential.args
     terms = operands(step, lambda n: is_tensor(n) and value(n).dim() == 1) if is_sum(step) else None
     if not is_rate or terms is None or not is_tensor(terms[1]) or value(step).dtype != torch.float32:
         return None
@@ -104,5 +105,4 @@ def _decay(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
 def _strength(node: Any) -> Any:
     """Return b [1, T, H] where `node` is sigmoid(b)[0]; else None."""
     active = _unbatched(node)
-    is_sigmoid = is_method(active, "sigmoid") or is_function(active, torch.sigmoid, F.sigmoid)
-    return active.args[0] if is_sigmoid and active.args and value(active).dim() == 3 else None
+    return active.args[0] if is_op(active, "sigmoid") and active.args and value(active).dim() == 3 else None

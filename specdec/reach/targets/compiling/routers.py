@@ -5,7 +5,6 @@ import operator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from specdec.backends.experts.choices import takes
@@ -13,6 +12,7 @@ from specdec.reach.targets.compiling.matching import (
     erase_upwards,
     is_function,
     is_method,
+    is_op,
     is_product,
     is_sum,
     is_tensor,
@@ -27,7 +27,7 @@ WEIGHTED_SUM, ADD_RMS_NORM = torch.ops.specdec.weighted_sum.default, torch.ops.s
 
 
 def take_over_choices(graph: fx.GraphModule) -> int:
-    """Let calls of topk(scores, k) along the last dimension, the largest first, be of `specdec::top_scores`.
+    """Replace topk(scores, k) along the last dimension, the largest first, by `specdec::top_scores`.
 
     In place; returns the number of calls rewritten. What needs the names of topk's results is left alone.
     """
@@ -53,12 +53,10 @@ def _replace(graph: fx.Graph, node: fx.Node, scores: fx.Node, k: int) -> None:
     with graph.inserting_before(node):
         dtype = None if last is None else value(last).dtype
         chosen = graph.call_function(torch.ops.specdec.top_scores.default, (source, k, softmax, dtype))
-        chosen.meta = dict(node.meta)
         if last is not None:
             found = graph.call_function(operator.getitem, (chosen, 0))
-            found.meta = dict(last.meta)
-            last.replace_all_uses_with(found)
-    node.replace_all_uses_with(chosen)
+            last.replace_all_uses_with(found, propagate_meta=True)
+    node.replace_all_uses_with(chosen, propagate_meta=True)
     for old in (last, node, scores):
         if old is not None and not old._erased:  # to look for it among all nodes would be quadratic
             erase_upwards(graph, old)
@@ -76,7 +74,7 @@ def _softmax(scores: fx.Node, values: fx.Node, k: int) -> tuple[fx.Node, str, fx
 
 def _softmax_source(node: Any) -> Any:
     """Return what `node` is the softmax of, over its last dimension, computed in fp32."""
-    if (not is_function(node, torch.softmax, F.softmax) and not is_method(node, "softmax")) or not node.args:
+    if not is_op(node, "softmax") or not node.args:
         return None
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     return uncast(node.args[0]) if is_tensor(node.args[0]) and dim in (-1, value(node).dim() - 1) else None
@@ -84,7 +82,7 @@ def _softmax_source(node: Any) -> Any:
 
 def _divided(values: fx.Node) -> Any:
     """Return the quotient where all that uses `values` is values / values.sum(-1, keepdim=True)."""
-    total = next((u for u in values.users if is_method(u, "sum") or is_function(u, torch.sum)), None)
+    total = next((u for u in values.users if is_op(u, "sum")), None)
     options = () if total is None else (*total.args[1:], *total.kwargs.items())
     if options not in ((("dim", -1), ("keepdim", True)), (-1, ("keepdim", True))) or len(values.users) != 2:
         return None
@@ -100,7 +98,7 @@ def _is_named(user: fx.Node) -> bool:
 
 def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
     """Return scores and k of a call of topk that is for us, None for any other node."""
-    if not is_function(node, torch.topk) and not is_method(node, "topk"):
+    if not is_op(node, "topk"):
         return None
     names = ("input", "k", "dim", "largest", "sorted")
     given: dict[str, Any] = {"dim": -1, "largest": True, "sorted": True}
@@ -113,7 +111,7 @@ def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def hand_over_sums(graph: fx.GraphModule) -> None:
-    """Let every `add_rms_norm` of what experts give be `specdec::experts_rms_norm`, which adds that up; in place."""
+    """Replace each `add_rms_norm` of experts' outputs by `specdec::experts_rms_norm`, which sums them; in place."""
     for node in [n for n in graph.graph.nodes if is_function(n, ADD_RMS_NORM)]:
         for x, residual in (node.args[:2], node.args[1::-1]):
             parts = {node}
@@ -154,5 +152,6 @@ def _experts(x: Any, residual: Any, parts: set[fx.Node]) -> tuple[Any, ...] | No
 
 def _is_gate(node: Any) -> bool:
     """Return whether `node` is the sigmoid of a number a row."""
-    is_sigmoid = is_method(node, "sigmoid") or is_function(node, torch.sigmoid, F.sigmoid)
-    return bool(is_sigmoid and node.args) and is_tensor(node) and value(node).dim() == 2 and value(node).shape[1] == 1
+    if not is_op(node, "sigmoid") or not node.args or not is_tensor(node):
+        return False
+    return value(node).dim() == 2 and value(node).shape[1] == 1
