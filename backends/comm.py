@@ -161,13 +161,12 @@ class _SharedMemory:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Return whether torch's kernel sums `x`."""
-        num_bytes = x.numel() * x.element_size()
-        is_aligned = num_bytes > 0 and num_bytes % (ALIGNMENT * len(self._pads)) == 0
-        return num_bytes <= TWO_SHOT_BYTES and is_aligned and x.dtype in TWO_SHOT_DTYPES
+        is_aligned = x.nbytes > 0 and x.nbytes % (ALIGNMENT * len(self._pads)) == 0
+        return x.nbytes <= TWO_SHOT_BYTES and is_aligned and x.dtype in TWO_SHOT_DTYPES
 
     def two_shot(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return the sum of all ranks' x: each sums one part, in the order of ranks, and collects those of others."""
-        shared = self._two_shot[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        shared = self._two_shot[: x.nbytes].view(x.dtype).view(x.shape)
         shared.copy_(x)
         torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
         return shared.clone()

@@ -161,7 +161,7 @@ def products() -> Iterator[dict[str, Any]]:
         for name, (K, sizes) in PRODUCTS.items():
             activation = "silu" if name == "gate_up" else ""
             one = weights(form, K, sizes)
-            size = sum(t.numel() * t.element_size() for t in (*one[0], *one[1]))
+            size = sum(t.nbytes for t in (*one[0], *one[1]))
             copies = [weights(form, K, sizes) for _ in range(max(2, CYCLED // size))]
             tried = {}
             for num_rows in (1, 4, 8, 16, 32, 64, 128, 512):

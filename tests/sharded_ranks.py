@@ -337,7 +337,7 @@ def _num_sums(module: nn.Module, x: torch.Tensor = IDS) -> int:
 
 
 def _owns_storage(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _styles(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -18,7 +18,7 @@ def pool_tensors(pool, owner):
 
 def pool_bytes(pool):
     """The bytes that such a pool holds."""
-    return sum(t.numel() * t.element_size() for t in pool_tensors(pool, "").values())
+    return sum(t.nbytes for t in pool_tensors(pool, "").values())
 
 
 def state_tensors(state):

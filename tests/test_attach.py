@@ -241,7 +241,7 @@ def test_an_engine_that_is_dropped_leaves_the_model_free(settings):
             assert [sorted(vars(m)) for m in model.modules()] == names
     finally:
         gc.enable()
-    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("part, method", [("graphs", "play"), ("delivery", "hand_over")])
@@ -377,7 +377,7 @@ def test_detach_that_runs_out_of_memory_can_be_called_again(monkeypatch):
         specdec.attach(model)
     engine.detach()
     for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) and p.untyped_storage().nbytes() == p.numel() * p.element_size(), name
+        assert torch.equal(p, before[name]) and p.untyped_storage().nbytes() == p.nbytes, name
     assert not any("specdec" in name for m in model.modules() for name in vars(m))
     specdec.attach(model).detach()
 

@@ -551,7 +551,7 @@ def test_a_model_is_as_it_was_after_compiled_engines():
     engine.generate([prompt], max_new_tokens=4)
     engine.detach()
     for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) and p.untyped_storage().nbytes() == p.numel() * p.element_size(), name
+        assert torch.equal(p, before[name]) and p.untyped_storage().nbytes() == p.nbytes, name
     assert "forward" not in model.model.__dict__ and greedy(model, prompt) == expected
 
 
@@ -629,7 +629,7 @@ def test_compiled_layers_that_differ_are_refused(what, monkeypatch):
     monkeypatch.setattr(Traced, "__call__", spoilt)
     with pytest.raises(GraphError, match="compiled, they differ from the live model's"):
         engine_of(model, "piecewise")
-    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 
 def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
@@ -644,7 +644,7 @@ def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
     with pytest.warns(UserWarning, match="runs uncompiled: compiled, they fail"):
         engine = engine_of(model, "off", compile=True)
     assert engine.generate(prompts, max_new_tokens=8).tokens == [greedy(model, p, 8) for p in prompts]
-    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 
 def test_a_head_with_more_rows_than_the_embedding_is_compiled():
@@ -666,7 +666,7 @@ def test_one_trace_serves_prefills_and_rounds_on_the_live_weights():
     model.model.layers[0].mlp.gate_proj.weight.data.mul_(0.5)  # both see it
     assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
     engine.detach()
-    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 
 def test_weights_that_are_replaced_under_compiled_layers_are_noticed():

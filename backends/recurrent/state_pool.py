@@ -196,7 +196,7 @@ class StatePool(LayerState):
         """Bytes that a pool of these layers holds."""
         layers = [_allocate(spec, num_rows, max_tail, dtype, torch.device("meta"), num_kept) for spec in specs]
         tensors = [value for layer in layers for value in layer if isinstance(value, torch.Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.nbytes for t in tensors)
 
 
 def _allocate(

@@ -17,7 +17,7 @@ CATCH_UP = 32  # plain rounds that a draft may fall behind; one forward over the
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
 CONSTRAINED = ("constrained_greedy", "constrained")  # kinds of sampling under grammars
 PREFILL_GRAPHS = ("auto", "whole", "piecewise", "breakable", "off")
-COMPILES = ("auto", True, False)
+AUTO_OR_FLAG = (AUTO, True, False)
 COMPILERS = ("inductor", "eager")
 GRAMMARS = (None, "auto", "llguidance", "xgrammar")
 DRAFT_WEIGHTS = (None, "fp8")
@@ -308,7 +308,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "max_seq_len": whole(2),
         "num_slots": optional(whole(1)),
         "page_size": whole(1),
-        "prefix_cache": one_of(*COMPILES),
+        "prefix_cache": one_of(*AUTO_OR_FLAG),
         "max_prefill_tokens": whole(1),
         "mixed_prefill_tokens": whole(1),
         "sample_drafts": FLAG,
@@ -322,7 +322,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "grammar": one_of(*GRAMMARS),
         "prefill_graph": one_of(*PREFILL_GRAPHS),
         "prefill_buckets": optional(list_of(whole(1), "token counts of at least 1", low=1), " for the usual ones"),
-        "compile": one_of(*COMPILES),
+        "compile": one_of(*AUTO_OR_FLAG),
         "compiler": one_of(*COMPILERS),
         "strict": FLAG,
         "check_kernels": FLAG,

@@ -96,7 +96,7 @@ class KVPool(LayerState):
     @property
     def num_bytes(self) -> int:
         """Bytes held on the device."""
-        return sum(plane.numel() * plane.element_size() for plane in self.planes)
+        return sum(plane.nbytes for plane in self.planes)
 
     @staticmethod
     def bytes_for(layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype) -> int:

@@ -16,6 +16,7 @@ from specdec.core.draft.head import DraftHead
 from specdec.core.errors import CapacityError
 from specdec.reach.targets.assistant import Assistant
 from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.weight_bytes import num_bytes
 
 GIB = 2**30
 BY_SLOT = "num_slots, max_batch or max_seq_len"
@@ -50,7 +51,7 @@ def check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | Non
     needs: dict[str, tuple[int, str]] = {}
     resident: dict[str, int] = {}
     for owner, model, max_tail in models:
-        resident[f"{owner}weights"] = sum(p.numel() * p.element_size() for p in model.module.parameters())
+        resident[f"{owner}weights"] = num_bytes(model.module)
         pool = KVPool.bytes_for([s.shape for s in model.layers if model.has_pool], total_slots, model.dtype)
         needs[f"{owner}KV pool"] = pool, BY_SLOT
         states = StatePool.bytes_for(model.recurrent, config.num_rows, max_tail, model.dtype, config.num_kept_states)
@@ -77,7 +78,7 @@ def check_fits(needs: Mapping[str, tuple[int, str]], resident: Mapping[str, int]
 
 def free_bytes(device: torch.device) -> int | None:
     """Return the device bytes free for new tensors, unused bytes of the allocator included; of a CPU all bytes, since
-    what others use may be given back; None where nobody knows."""
+    what others use may be given back; None where it is unknown."""
     if device.type == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type != "cuda":

@@ -49,7 +49,7 @@ def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
     """List problems of d2t [dv] and t2d [V]: d2t must hold offsets to the ids set in t2d, not absolute ids."""
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         return [f"d2t is {d2t.dtype} and t2d {t2d.dtype}; expected torch.int64 and torch.bool"]
-    ids = d2t + torch.arange(d2t.numel())
+    ids = target_ids(d2t)
     if bool(t2d.all()) and not bool(d2t.any()):
         return [
             f"t2d marks all {t2d.numel()} target tokens and d2t is all zeros: no hot vocabulary was set before export"

@@ -18,7 +18,7 @@ from specdec.reach.heads.block import BlockConfig, BlockHead
 from specdec.reach.heads.eagle import EagleConfig, EagleHead
 from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.reach.heads.nextn import NextNHead, full_attention_layer
-from specdec.reach.targets.shape import TargetShape, decoder_of
+from specdec.reach.targets.shape import TargetShape, decoder_of, vocab_size_of
 
 DRAFT_VOCAB = 8192  # tokens that a head scores by default
 FC_NOISE = 1e-3  # std; small beside the identity, enough to tell the columns of the other features apart
@@ -126,7 +126,8 @@ def block_config(
     aux_layers: five spread over the target by default. intermediate_size: of its MLPs, by default the target's.
     num_layers: two by default.
     """
-    shape, size = TargetShape.of(model), min(draft_vocab_size or DRAFT_VOCAB, TargetShape.of(model).vocab_size)
+    shape = TargetShape.of(model)
+    size = min(draft_vocab_size or DRAFT_VOCAB, shape.vocab_size)
     last = shape.num_layers - 1
     spread = [min(max(round(1 + i * (last - 3) / 4), 0), last) for i in range(5)]  # within a target of one layer, too
     layer = layer_config(model, intermediate_size or mlp_width(model))
@@ -174,7 +175,7 @@ def new_block(model: PreTrainedModel, config: BlockConfig, hot_ids: torch.Tensor
 def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None = None) -> EagleHead:
     """Make an EAGLE-1/2 head in fp32 on the target's device; intermediate_size: of its MLP, by default the target's."""
     layer = layer_config(model, intermediate_size or mlp_width(model))
-    head = EagleHead(EagleConfig(layer, TargetShape.of(model).vocab_size, fc_bias=False))
+    head = EagleHead(EagleConfig(layer, vocab_size_of(model), fc_bias=False))
     random = torch.Generator().manual_seed(seed)
     _quiet(head.layers, random)
     _pass_last(head.fc, random)

@@ -192,7 +192,7 @@ def _unknown(name: str, module: nn.Module, closure: _Closure) -> str:
 
 def _own(local: torch.Tensor) -> torch.Tensor:
     """Return `local`, or a copy if it is not all of its storage: joining weights needs them on their own."""
-    is_all = local.untyped_storage().nbytes() == local.numel() * local.element_size() and local.is_contiguous()
+    is_all = local.untyped_storage().nbytes() == local.nbytes and local.is_contiguous()
     return local.detach() if is_all else local.detach().clone(memory_format=torch.contiguous_format)
 
 

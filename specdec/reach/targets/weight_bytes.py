@@ -105,7 +105,7 @@ def expert_weights(model: nn.Module, config: Any) -> ExpertBytes | None:
 
 def num_bytes(module: nn.Module) -> int:
     """Return the bytes of its parameters, tied ones counted once."""
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(p.nbytes for p in module.parameters())
 
 
 def read_bytes(module: nn.Module, embedding: nn.Module | None, head: nn.Module | None) -> int:

@@ -6,6 +6,7 @@ import torch
 
 from specdec.core.text.prompts import chat_ids, read_questions
 from specdec.reach.targets.pretrained import BUNDLED
+from specdec.reach.targets.shape import vocab_size_of
 from specdec.tools.commands.bench_speed import Timing
 from specdec.tools.commands.choices import (
     Row,
@@ -89,7 +90,7 @@ class Policy(Timing):
         if algo is None:
             raise ValueError("--draft none: there is no draft to choose about; name one")
         model, tokenizer = load(self.target or BUNDLED, self.dtype, device)
-        ids = torch.arange(model.get_output_embeddings().weight.shape[0])
+        ids = torch.arange(vocab_size_of(model))
         return Timed(name_of_target(self.target or BUNDLED), model, source, algo, random_prompts(ids)), tokenizer
 
 

@@ -17,6 +17,7 @@ from specdec import __version__, shipped
 from specdec.core.text.prompts import chat_ids, read_questions
 from specdec.reach.heads.load import detect_algo
 from specdec.reach.targets.pretrained import BUNDLED, load_draft
+from specdec.reach.targets.shape import vocab_size_of
 from specdec.tools.commands.choices import (
     OnTarget,
     Recorded,
@@ -143,7 +144,7 @@ class Latency(Timing):
         questions = None if self.prompts is None else read_questions(self.prompts, self.limit)
         source, algo = draft_of(named_draft(self.draft, self.target))
         model, own = load(self.target or BUNDLED, self.dtype, device)
-        prompts: Prompts = random_prompts(torch.arange(model.get_output_embeddings().weight.shape[0]))
+        prompts: Prompts = random_prompts(torch.arange(vocab_size_of(model)))
         longest = None
         if questions is not None:
             ids = chat_ids(questions, own)

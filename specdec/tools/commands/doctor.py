@@ -17,7 +17,7 @@ from specdec.reach.assembly.assemble import resolve_draft
 from specdec.reach.heads.formats import WHOLE
 from specdec.reach.heads.load import inspect, load_head
 from specdec.reach.targets.pretrained import BUNDLED, load_draft, read_tokenizer
-from specdec.reach.targets.shape import TargetShape
+from specdec.reach.targets.shape import TargetShape, vocab_size_of
 from specdec.reach.targets.standalone import named_tokenizer
 from specdec.tools.commands.choices import TARGET, OnTarget, Reported, at_least
 from specdec.tools.doctor.examine import examine
@@ -121,7 +121,7 @@ def _tokenizer_beside(folder: Path, tokenizer: Any) -> str | None:
 
 def standalone_problems(draft: Any, model: Any) -> list[str]:
     """List why a model cannot draft for another."""
-    own, wanted = (m.get_output_embeddings().weight.shape[0] for m in (draft, model))
+    own, wanted = map(vocab_size_of, (draft, model))
     return [] if own == wanted else [f"it scores {own} tokens, the target {wanted}: take a model of the same family"]
 
 

@@ -11,7 +11,7 @@ from specdec.core.draft.head import DraftHead, RecyclingHead
 from specdec.reach.checkpoints.fitting import is_copy, weight_doubts
 from specdec.reach.heads.base import LayerConfig
 from specdec.reach.heads.nextn import NextNHead
-from specdec.reach.targets.shape import LAST
+from specdec.reach.targets.shape import LAST, vocab_size_of
 from specdec.reach.targets.weight_bytes import num_bytes
 
 SHAPE = {  # our name to the config's
@@ -26,13 +26,13 @@ SHAPE = {  # our name to the config's
 
 def facts_of(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> dict[str, Any]:
     """Return the facts of a loaded draft and its target `model`."""
-    vocab_size = model.get_output_embeddings().weight.shape[0]
-    facts: dict[str, Any] = {"shape": shape_of(draft), "target_shape": shape_of(model), "target_vocab": vocab_size}
+    facts: dict[str, Any] = {"shape": shape_of(draft), "target_shape": shape_of(model)}
+    facts["target_vocab"] = vocab_size_of(model)
     for name, module in (("draft", draft), ("target", model)):
         facts[f"{name}_parameters"] = sum(p.numel() for p in module.parameters())
         facts[f"{name}_bytes"] = num_bytes(module)
     if not isinstance(draft, DraftHead):
-        return {**facts, "draft_vocab": draft.get_output_embeddings().weight.shape[0]}
+        return {**facts, "draft_vocab": vocab_size_of(draft)}
     rows, shares_rows = draft.hot_ids.numel(), _has_targets_rows(draft, model)
     if draft.lm_head is not None and shares_rows:
         facts["draft_parameters"] -= sum(p.numel() for p in draft.lm_head.parameters())
@@ -88,7 +88,7 @@ def weight_problems(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) 
     problems = [f"{doubt}: the training diverged, or the export is broken" for doubt in weight_doubts(draft)]
     if not isinstance(draft, DraftHead):
         return problems
-    hot, size = draft.hot_ids, model.get_output_embeddings().weight.shape[0]
+    hot, size = draft.hot_ids, vocab_size_of(model)
     if int(hot.min()) < 0 or int(hot.max()) >= size:
         problems.append(f"d2t leads to target ids {int(hot.min())} to {int(hot.max())}; the target has 0 to {size - 1}")
     elif hot.unique().numel() != hot.numel():

@@ -1,4 +1,4 @@
-"""The structure that a request asks of its answer: checks of its fields, and the grammar that follows from them."""
+"""The structure that a request demands of its answer: checks of its fields, and the grammar made from them."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from specdec.core.grammar.grammar import Grammar
 from specdec.core.ranges import shown
 from specdec.core.text.inputs import check_text
 from specdec.tools.serve.formats import Thinking, ToolFormat
-from specdec.tools.serve.messages import check_object, refuse_unless
+from specdec.tools.serve.messages import check_count, check_object, refuse_unless
 
 MOST_TOOLS = 128
 _ALIASES = MappingProxyType({"grammar": "ebnf"})
@@ -48,8 +48,7 @@ def tools(name: str, value: Any) -> list[dict[str, Any]]:
     """Return checked tools, as chat templates take them."""
     if not isinstance(value, list):
         raise ValueError(f"{name}={shown(value)}: expected a list of tools")
-    if len(value) > MOST_TOOLS:
-        raise ValueError(f"{name}: {len(value)} tools: expected at most {MOST_TOOLS}")
+    check_count(name, value, 0, MOST_TOOLS, "tools")
     return [_tool(f"{name}[{i}]", tool) for i, tool in enumerate(value)]
 
 
@@ -85,13 +84,13 @@ def _tool(at: str, tool: Any) -> dict[str, Any]:
 
 
 def _check_known(at: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ValueError for a field that would do nothing."""
+    """Raise ValueError for an unknown field with a value."""
     for key in (key for key in given if key not in known):
         refuse_unless(f"{at}.{shown(key)[1:-1]}", given[key], (None,))
 
 
 def _made(at: str, fields: Mapping[str, Any]) -> Grammar:
-    """Return a grammar; what is wrong with it is said of the field `at`."""
+    """Make a grammar; errors name the field `at`."""
     try:
         return Grammar.of(fields)
     except ValueError as error:
@@ -100,7 +99,7 @@ def _made(at: str, fields: Mapping[str, Any]) -> Grammar:
 
 @dataclass(frozen=True)
 class Structure:
-    """What an answer consists of, besides free text: see the fields of a body, and `formats`.
+    """Parts of an answer besides free text, from the fields of a body and `formats`.
 
     is_single: one call at most, of a named tool or with `parallel_tool_calls: false`.
     """
@@ -119,27 +118,31 @@ class Structure:
 
     @property
     def must_call(self) -> bool:
-        """True if it must."""
+        """True if the answer must call a tool."""
         return self.may_call and self.choice != "auto"
 
     @property
     def may_be_free(self) -> bool:
-        """True if calls are constrained once the answer begins one, and other text is not."""
+        """True if text is free until a call begins, and constrained from there on."""
         may_choose = self.answer is None and self.may_call and not self.must_call
         return may_choose and self.tool_format is not None and bool(self.tool_format.trigger)
 
     @property
+    def callable_functions(self) -> dict[int, dict[str, Any]]:
+        """The functions that the answer may call, by their index in `tools`."""
+        functions = enumerate(tool["function"] for tool in self.tools if self.may_call)
+        return {i: f for i, f in functions if self.choice in ("auto", "required", f"={f['name']}")}
+
+    @property
     def schemas(self) -> list[tuple[str, Any]]:
-        """Where the schemas of tools that may be called are in the body, and these."""
-        numbered = enumerate(t["function"] for t in self.tools) if self.may_call else ()
-        chosen = [(i, f) for i, f in numbered if self.choice in ("auto", "required", f"={f['name']}")]
-        return [(f"tools[{i}].function.parameters", function["parameters"]) for i, function in chosen]
+        """The schemas of the functions that the answer may call, each with its path in the body."""
+        return [(f"tools[{i}].function.parameters", f["parameters"]) for i, f in self.callable_functions.items()]
 
     def grammar(self, is_thinking: bool, special: Mapping[str, int], stops: Sequence[int] = ()) -> Grammar | None:
         """Return the grammar of the whole text; None if it is free.
 
-        is_thinking: the prompt ends within a thought. special: ids of special tokens, by their text. stops: those that
-        end a text as EOS does.
+        is_thinking: the prompt ends inside reasoning. special: ids of special tokens, by their text. stops: ids
+        of those that end a text as EOS does.
         """
         if self.answer is None and not self.must_call and not self.may_be_free:
             return None
@@ -181,7 +184,7 @@ class Structure:
         return rules.schema({"type": "object"} if kind == "json_object" else value, self.answer.any_whitespace)
 
     def _free_or_calls(self, rules: "_Rules") -> str:
-        """Free text, and calls wherever the format's trigger stands; a text is either where calls come first only."""
+        """Free text with calls after each trigger of the format; if calls only come first, free text or calls."""
         assert self.tool_format is not None
         trigger = self.tool_format.trigger
         if self.tool_format.is_first:
@@ -197,16 +200,16 @@ class Structure:
         return f"{call} | {free}" if self.is_single else f"({call})* {free}"
 
     def _calls(self, rules: "_Rules", begun: str = "") -> str:
-        """Add the rule of calls, what follows `begun`."""
+        """Add the rule of calls, without the text `begun` that has been written."""
         form = self.tool_format
         assert form is not None
         if not form.has_json:
             raise ValueError("tool_choice: this model's calls are no JSON, so they cannot be constrained: pass 'auto'")
-        chosen = [t["function"] for t in self.tools if self.choice in ("auto", "required", f"={t['function']['name']}")]
-        if not chosen:
+        functions = self.callable_functions.values()
+        if not functions:
             raise ValueError(f"tool_choice: there is no tool {shown(self.choice[1:])}")
         ways = []
-        for function in chosen:
+        for function in functions:
             names = {"name": function["name"], "quoted": json.dumps(function["name"])}
             opening = form.opening.format(**names)
             opening = opening if form.first else opening.removeprefix(begun)
@@ -221,14 +224,14 @@ class Structure:
 
 
 class _Rules:
-    """Rules of a Lark grammar that are being written. special: ids of special tokens by their text."""
+    """Collects the rules of a Lark grammar. special: ids of special tokens by their text."""
 
     def __init__(self, special: Mapping[str, int]):
         self.lines: list[str] = []
         self._special = special
 
     def add(self, body: str, name: str = "") -> str:
-        """Add a rule; return its name, by default a new one. name: may have attributes behind it."""
+        """Add a rule; return its name, by default a new one. name: attributes in brackets may follow it."""
         name = name or f"rule_{len(self.lines)}"
         self.lines.append(f"{name}: {body}")
         return name.partition("[")[0]
@@ -241,6 +244,6 @@ class _Rules:
         return self.add(f"%json {json.dumps(own)}")
 
     def literal(self, text: str) -> str:
-        """Return what stands for `text`, special tokens in it by their ids."""
+        """Quote `text` as Lark terminals, with special tokens as ids."""
         parts = re.split("|".join(f"({re.escape(s)})" for s in self._special), text) if self._special else [text]
         return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p) for p in parts if p)

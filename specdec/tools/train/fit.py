@@ -259,7 +259,7 @@ def _standalone(setup: StudentSetup) -> Student:
         if is_gguf:
             check_gguf(student.config, shape.embed_type)
     else:
-        counts = setup.corpus.answer_counts(TargetShape.of(model).vocab_size)
+        counts = setup.corpus.answer_counts(vocab_size_of(model))
         student = new_student(model, shape, counts, setup.config.seed)
     objective = StandaloneObjective(model, student, setup.config, shape.embed_type if is_gguf else None)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.reach.targets.exclusive import answering
 from specdec.reach.targets.pretrained import load_pretrained
-from specdec.reach.targets.shape import LAST, TargetShape, decoder_of, eos_ids_of
+from specdec.reach.targets.shape import LAST, TargetShape, decoder_of, eos_ids_of, vocab_size_of
 from specdec.reach.targets.taps import UNORDERED, Taps, found_layers
 from specdec.tools.train.batches import Batch
 from specdec.tools.train.losses import Goal, OutputHead, RowMath
@@ -52,7 +52,7 @@ def dtype_of(dtype: str, device: str) -> torch.dtype:
 
 def special_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     """Return the ids a hot vocabulary must have: the tokenizer's special tokens and the model's EOS ids."""
-    vocab_size = model.get_output_embeddings().weight.shape[0]
+    vocab_size = vocab_size_of(model)
     return {i for i in (*tokenizer.all_special_ids, *eos_ids_of(model)) if i is not None and i < vocab_size}
 
 
