@@ -59,7 +59,7 @@ class GraphPool:
         """Free memory that only warm-ups needed."""
         torch.cuda.synchronize(self.device)
         # Addresses of cuBLAS workspaces end up in graphs. Dropped after the warm-ups, workspaces are allocated again
-        # during the captures, from the graphs' own pool, where nobody else can free them; dropped after the captures
+        # during the captures, from the graphs' own pool, where no other code can free them; dropped after the captures
         # too, so that the next engine allocates its own. torch's CUDA graph trees do the same.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()

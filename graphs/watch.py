@@ -93,7 +93,7 @@ class Watch:
             self._walk()
 
     def _refresh(self) -> None:
-        """Let what does not count, or is accepted, not cost the next look."""
+        """Accept the current state, so that later checks skip changes that were ignored or accepted."""
         self._pending.clear()
         self._then, self._held = self._now, self._hold()
 

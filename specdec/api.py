@@ -124,7 +124,7 @@ def engine_of(model: nn.Module) -> "Engine | None":
 
 
 def _join(ranks: Ranks, comm: Communicator) -> None:
-    """Let each know of the other: a collective ends where a rank is gone."""
+    """Connect ranks and collectives: a collective ends if a rank is gone."""
     comm.wait, ranks.on_lost = partial(ranks.wait, what="a collective"), comm.give_up
 
 

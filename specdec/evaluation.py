@@ -30,7 +30,7 @@ class SpecdecLM(EngineLM):
     longest context in tokens, the engine's max_seq_len (at most 2048 unless it is given). max_batch: requests decoded
     together; lm-eval's batch_size if that is above 1, else 8. dtype: "auto", "float32", "bfloat16", ... options:
     settings of `EngineConfig`, and those of HFLM in `HFLM_OPTIONS`; prefix_cache is "auto" unless it is given, since
-    items of a task begin alike.
+    items of a task share prefixes.
     """
 
     def __init__(

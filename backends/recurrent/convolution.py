@@ -69,7 +69,7 @@ def conv_extend(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadat
 
 
 def fold_conv(layer: ConvLayer, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
-    """Let the last inputs of accepted paths be the state of `rows`; see `Commit`."""
+    """Store the last inputs of accepted paths as the state of `rows`; see `Commit`."""
     num = (accept_index >= 0).sum(1, keepdim=True)
     path = layer.tail[rows.unsqueeze(1), accept_index.clamp(min=0)]
     inputs = torch.cat([from_start(layer.state[rows], seq_lens), path], 1)

@@ -67,8 +67,8 @@ def cut(graph: fx.GraphModule, split_at: Sequence[Any]) -> fx.GraphModule:
 
 
 def _repeat_shapes(graph: fx.GraphModule, parts: dict[fx.Node, int]) -> None:
-    """Have every part that uses a tensor's whole shape ask for it itself: parts pass tensors and ints, no `torch.Size`,
-    which Inductor cannot return."""
+    """Repeat `size()` in every part that uses a whole shape: parts pass tensors and ints, but no `torch.Size`, which
+    Inductor cannot return."""
     for node in [n for n in parts if n.op == "call_method" and n.target == "size" and len(n.args) == 1]:
         asked = {parts[node]: node}
         for user in sorted(u for u in node.users if parts.get(u, parts[node]) != parts[node]):
@@ -230,7 +230,7 @@ def is_covered(module: fx.GraphModule) -> bool:
 
 
 def _compile(module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-    """Have Inductor compile `module`; its processes start with the first piece that is kept from no earlier time."""
+    """Compile `module` with Inductor; its worker processes start if no piece is cached for the device."""
     device = next(a.device for a in args if isinstance(a, torch.Tensor))
     if not has_pieces(device):
         _start_workers(device)

@@ -149,7 +149,7 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def end(self, returned: Any) -> None:
-        """Let the graph return the tensors in `returned`, each once."""
+        """Set the graph's outputs: the tensors in `returned`, each once."""
         leaves = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
         self._graph.output(tuple(dict.fromkeys(self._given(leaf) for leaf in leaves)))
 

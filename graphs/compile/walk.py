@@ -68,7 +68,7 @@ def _walk(
     sizes: tuple[int, int],
     kwargs: Mapping[str, Any],
 ) -> Walked:
-    """Have Dynamo walk; see `walk`."""
+    """Walk with Dynamo; see `walk`."""
     for tensor, dims in dynamic:
         torch._dynamo.mark_dynamic(tensor, list(dims))
     compiled = torch.compile(_fresh(fn), backend=_give_back, fullgraph=True)

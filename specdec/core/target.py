@@ -39,7 +39,7 @@ class TargetSpec(Protocol):
 
 
 class ReadsImages(Protocol):
-    """How a target reads prompts with images; see `targets.images.Images`."""
+    """Embeds prompts with images for a target; see `targets.images.Images`."""
 
     names: frozenset[str]
 

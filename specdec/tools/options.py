@@ -51,7 +51,7 @@ class Options:
         dataclass(kw_only=True)(cls)
 
     def run(self) -> None:
-        """Do what the command is for."""
+        """Run the command."""
         raise NotImplementedError
 
 

@@ -33,14 +33,14 @@ class Pages:
             self.holders[pages] += 1
 
     def drop(self, pages: np.ndarray) -> None:
-        """Hold `pages` no longer; those that nobody else holds are free."""
+        """Drop one reference to each of `pages`; those without holders become free."""
         self.holders[pages] -= 1
         free = pages[self.holders[pages] == 0][::-1]
         self._free[self.num_free : self.num_free + len(free)] = free
         self.num_free += len(free)
 
     def repair(self, held: Iterable[np.ndarray]) -> None:
-        """Count again: `held` has the pages of every holder, and there are no others."""
+        """Recompute all reference counts: `held` has the pages of every holder."""
         self.holders[:] = 0
         for pages in held:
             self.holders[pages] += 1
@@ -49,7 +49,7 @@ class Pages:
         self.num_free = len(free)
 
     def check_integrity(self, held: Iterable[np.ndarray]) -> None:
-        """Assert that `held` is what was counted, and that a page is free exactly if nobody holds it."""
+        """Assert that reference counts match `held`, and that a page is free exactly if it has no holder."""
         counted = np.zeros_like(self.holders)
         for pages in held:
             counted[pages] += 1

@@ -1,4 +1,4 @@
-"""K/V of texts that were served, kept for prompts that begin alike: a radix tree over positions, a page a step.
+"""The prefix cache: K/V of served texts for prompts with a shared prefix, in a radix tree with a page per step.
 
 The idea is RadixAttention's (SGLang, arXiv 2312.07104). K/V at a position depends on the tokens up to it alone, with
 drafts of the EAGLE family on the next one, too: `keys_of` makes a number of a position of what its K/V depends on
@@ -167,7 +167,7 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Those of them that can be freed: nobody else holds them, or what follows them."""
+        """Pages of the tree that can be freed: neither they nor their descendants have another holder."""
         return sum(self._evictable())
 
     def has_evictable(self, count: int) -> bool:

@@ -1,6 +1,6 @@
 """The slot tables of running requests: which pages of the K/V pool each row has. Knows no model and no algorithm.
 
-Slot = page * page_size + offset. Page 0 is the dummy page: padding writes there and nobody reads it.
+Slot = page * page_size + offset. Page 0 is the dummy page: padding writes there and nothing reads it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from specdec.core.errors import CapacityError
 
 
 def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, page_size: int) -> None:
-    """Let rows [n] of table [num_rows, width] int32 name the slots of `pages` [n, P], slot 0 past them; both int64."""
+    """Write the slots of `pages` [n, P] to rows [n] of table [num_rows, width] int32, slot 0 past them; both int64."""
     slots = (pages.unsqueeze(2) * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
     missing = table.shape[1] - slots.shape[1]  # negative: the end of a last page that no position reaches
     table.index_copy_(0, rows, torch.nn.functional.pad(slots, (0, missing)).to(table.dtype))
@@ -25,7 +25,7 @@ class SlotTables:
     """The slots of each running request: `table` [max_running + 1, width] int32 on the device, pages on the host.
 
     A row is reserved with the slots that its request needs now; `write` tells the device. It grows between rounds, so
-    nothing is allocated inside one. The last row is the dummy row: it names slot 0 and nobody takes it. A row's first
+    nothing is allocated inside one. The last row is the dummy row: it names slot 0 and is never reserved. A row's first
     pages may be those of others: `prefixes` has what ended requests left, if that is kept (`keeps_prefixes`), and what
     scored texts have in common.
 
@@ -136,12 +136,12 @@ class SlotTables:
         return self._pages.take(count)
 
     def release(self, row: int) -> None:
-        """Return a row, and its pages as far as nobody else holds them."""
+        """Free a row, and those of its pages that have no other holder."""
         self._pages.drop(self._of_row.pop(row))
         self._free_rows.append(row)
 
     def keep(self, row: int, keys: np.ndarray) -> None:
-        """Keep K/V of the first positions of a reserved `row` for texts that begin alike; keys: see `PrefixCache`."""
+        """Cache K/V of the first positions of a reserved `row` for shared prefixes; keys: see `PrefixCache`."""
         self.prefixes.keep(keys, self._of_row[row])
 
     def pages_of(self, rows: Sequence[int]) -> np.ndarray:

@@ -31,7 +31,7 @@ class CatchUp:
         self.features = torch.zeros(shape, dtype=target.dtype, device=device) if size else None
 
     def begin(self, batch: RoundBatch) -> None:
-        """Take note of prompts that the draft has been prefilled with."""
+        """Record prompts that the draft has been prefilled with."""
         self.seen[batch.rows] = batch.seq_lens
 
     def extend(self, worker: DraftWorker, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
@@ -46,8 +46,8 @@ class CatchUp:
                 plane.index_fill_(0, batch.slot_table[batch.rows, batch.seq_lens].long(), 0)
 
     def run(self, worker: DraftWorker, batch: RoundBatch) -> None:
-        """Let the draft take `CATCH_UP` tokens of each row of `batch` that it has not seen, as far as there are: the
-        next ones, or the last ones where it needs features."""
+        """Run the draft over up to `CATCH_UP` tokens of each row of `batch` that it has not seen: the next ones, or the
+        last ones if it needs features."""
         seen = self.seen[batch.rows]
         if self.features is not None:
             seen = seen.maximum(batch.seq_lens - CATCH_UP)

@@ -87,7 +87,7 @@ class SteppingWorker(DraftModelWorker):
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
         """Run a row for every token that could be accepted, on true features; the last accepted token's row is kept.
 
-        Rows past it compute garbage into slots past the new L, where nobody looks.
+        Rows past it write garbage to slots past the new L, which are not read.
         """
         width = verified.tokens.shape[1]  # S+1, or D where the tree is too small for a path of S
         features = None
@@ -202,7 +202,7 @@ class Steps:
     def advance(
         self, ids: torch.Tensor, above: torch.Tensor | None = None, bits: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What the output head reads [bs*K, h_d] after nodes ids [bs, K].
+        """Return the output head's inputs [bs*K, h_d] after nodes ids [bs, K].
 
         above [bs, K]: their parents among the nodes of the last step.
         bits [bs, K, W]: draft nodes that each one sees, itself included; None for a chain.

@@ -130,7 +130,7 @@ class RecyclingHead(DraftHead):
 
 
 class Markov(Protocol):
-    """What the token before adds to a block's logits: a vector of rank r for the token, times a row a scored token."""
+    """The previous token's term of a block's logits: its vector of rank r times a row for each scored token."""
 
     def after(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return vectors [..., r] of tokens [...] int64 that precede the rows of normed states [..., h_d]."""
@@ -172,7 +172,7 @@ class BlockDraftHead(DraftHead):
     @property
     @abstractmethod
     def markov(self) -> Markov | None:
-        """What it knows of the token before; None if nothing."""
+        """The term of the previous token; None if there is none."""
 
     @property
     def traits(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class Compiled(Protocol):
     """A traced part of a draft."""
 
     def __call__(self, *inputs: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Do what the live method does that was traced. rows: see `AttentionMetadata.read_rows`."""
+        """Run the compiled form of a live method. rows: see `AttentionMetadata.read_rows`."""
 
     def release(self) -> None:
         """Give joined weights their own storage again."""

@@ -168,7 +168,7 @@ class Calls:
             bell = self._bells[loop]
             bell.due.extend(own)
             if not bell.is_resting:
-                with suppress(RuntimeError):  # the loop is closed, and nobody waits in it
+                with suppress(RuntimeError):  # the loop is closed: no task waits in it
                     loop.call_soon_threadsafe(bell.ring, loop)
 
     def _step(self, call: Waits, step: Callable[[], None], alarm: "threading.Lock | None") -> bool:
@@ -188,7 +188,7 @@ class Calls:
         return True
 
     def _leave(self, call: Waits) -> None:
-        """`call` sleeps no longer; if nobody steps, wake one that waits for it in a thread."""
+        """Remove `call` from the sleepers; if no thread steps, wake a sleeping thread to take over."""
         with self._mutex:
             self._asleep.pop(call, None)
             asleep = [] if self._is_stepped else list(self._asleep.items())

@@ -98,7 +98,7 @@ class Core:
                         self._admit()  # looks for changes of the models, so before a step replaces forwards
                         with self.models.stepping():
                             self._step()
-                        # nobody would ever end requests that are in no queue, and their caller would wait for ever
+                        # a request in no queue would never end, and its caller would hang
                         is_idle = not self.scheduler.running and not self.scheduler.waiting
                         assert not is_idle or caller is None or caller.has_news, "a request was lost"
         finally:

@@ -49,7 +49,7 @@ class Driver:
         return bool(self._inbox) or self._is_leaving or not any(call.left for call in list(self._open))
 
     def _do(self, command: Callable[[], None]) -> None:
-        """Have the thread call `command` between two steps."""
+        """Queue `command` for the thread, which calls it between two steps."""
         self._inbox.append(command)
         with self._mutex:
             if not self._is_running:

@@ -158,7 +158,7 @@ class Policy:
         self._expected = []
 
     def _compare(self, index: int, hits: float, modelled: float) -> None:
-        """Take note of drafts accepted of `shapes[index]`, and of those that the model had let expect."""
+        """Record drafts of `shapes[index]` that were accepted, and those that the model predicted."""
         if modelled > FAST:  # of fewer, chance may be that far off
             off = OFF[self.shapes[index].topk > 1]
             hits = min(max(hits, modelled / off), modelled * off)

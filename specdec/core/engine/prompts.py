@@ -85,7 +85,7 @@ def inputs_of_chat(messages: Any, processor: Any, name: str = "", **options: Any
         inputs = processor.apply_chat_template(
             given, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **options
         )
-    except Exception as error:  # a template, or a decoder of images, raises what it likes
+    except Exception as error:  # templates and image decoders raise exceptions of any type
         raise ValueError(f"{name}messages: the processor refuses them: {str(error) or type(error).__name__}") from error
     return inputs if has_images else {key: inputs[key] for key in USED}
 

@@ -126,7 +126,7 @@ class Ranks:
         told = f"{type(error).__name__}: {error}"
         with contextlib.suppress(RankError):
             self._set(f"failed/{self.rank}", told)
-        if not self._have_all_failed():  # then nobody waits for anybody, and the process group stays as it is
+        if not self._have_all_failed():  # then no rank waits for another, and the process group is kept
             self._lose(f"this rank, {self.rank}, failed: {told}")
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
@@ -241,7 +241,7 @@ class Ranks:
                 return
 
     def _watch(self) -> None:
-        """Look after a call whose thread may be waiting for the device, and that for a rank that is gone."""
+        """Fail a call whose thread waits for the device while the device waits for a dead rank."""
         failure = self._failure() if self._num_reporting and not self._lost else ""
         if failure and failure == self._suspicion:  # not at once: it may be about to fail as the other did
             self._lose(failure)

@@ -20,7 +20,7 @@ IN_A_ROW = 4  # rounds on CUDA, where the host launches one while the device pla
 
 @torch.inference_mode()
 def measure_costs(core: Core) -> CostTable:
-    """Play rounds of requests that are over, which change nothing but K/V that nobody reads."""
+    """Time rounds of finished requests, which only write K/V that nothing reads."""
     config, table, device = core.config, core.slot_tables.table, core.device
     far = min(FAR, table.shape[1] - config.tail_reserve)
     contexts = min(NEAR, far // 2), far

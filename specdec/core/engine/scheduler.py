@@ -212,7 +212,7 @@ class Scheduler:
         self._is_full = False
 
     def forget_prefixes(self) -> None:
-        """Keep no K/V of what was served, or is being served, for other requests."""
+        """Empty the prefix cache, and cache no K/V of running requests."""
         self.slot_tables.prefixes.clear()
         for request in self.running:
             request.is_kept = False

@@ -120,14 +120,14 @@ def _scored(core: Core, pairs: Sequence[Pair], adapter: int = 0) -> Generator[Sc
     """
     core.agree("score()", ([(pair.ids.tolist(), pair.start) for pair in pairs], adapter))
     waiting, tables = deque(_grouped(pairs)), core.slot_tables
-    if not tables.keeps_prefixes:  # nobody watches whether weights have changed since the last call
+    if not tables.keeps_prefixes:  # changes of weights since the last call are not watched then
         with core.turns:
             tables.prefixes.clear()
     while waiting:
         with core.turns, on_device(core.device), torch.inference_mode():
             core.submit(())  # nothing but its checks: attached, and no weight has moved
             group = _reserve(core, waiting, adapter)
-            assert group or core.has_work, "rows are taken, and nobody runs"
+            assert group or core.has_work, "rows are taken, but no request runs"
             try:
                 for _ in group:
                     waiting.popleft()

@@ -57,7 +57,7 @@ class Sharing:
         return is_more
 
     def begin(self, request: Request) -> None:
-        """Take note of a request that has been admitted."""
+        """Record an admitted request."""
         if self._tables.keeps_prefixes:
             self._begun[_beginning(request)] = request
             if not request.tokens:

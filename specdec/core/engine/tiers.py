@@ -93,7 +93,7 @@ class Tiers:
         return num
 
     def disturb(self) -> None:
-        """Take note that a prefill is launched: the time of the next round is not its own."""
+        """Record the launch of a prefill: the next round's time includes it."""
         self._is_disturbed = True
 
     def note_admission(self) -> None:
@@ -101,7 +101,7 @@ class Tiers:
             self.policy.note_admission()
 
     def end(self, played: Played, requests: Sequence[Request]) -> None:
-        """Take note of what `requests` have emitted in a round, which has just arrived.
+        """Record the tokens of `requests` from a round whose results have just arrived.
 
         The device works on a launch after the other, so the round took the time since the last one arrived, or less.
         """
@@ -118,7 +118,7 @@ class Tiers:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what `Report.policy` says."""
+        """Return the contents of `Report.policy`."""
         policy = self.policy
         if policy is None:
             return {}

@@ -39,7 +39,7 @@ Found = list[tuple[Constraint, int]]  # of requests, with their places in the ba
 
 
 class Constrained(Protocol):
-    """What a feed knows of a request."""
+    """The fields of a request that a feed reads."""
 
     constraint: Constraint | None
     finish_reason: str | None
@@ -87,8 +87,8 @@ class MaskFeed:
         return _view(self._masks, num_requests, num_nodes, self.num_words)
 
     def guide(self, num_requests: int, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the draft of a round reads, the same memory at every call: forced tokens [n, S], -1 past the last, and
-        masks [n, W] of what may follow them."""
+        """Return the draft's inputs, the same memory at every call: forced tokens [n, S], -1 past the last, and masks
+        [n, W] of what may follow them."""
         return self._forced[:num_requests, :num_steps], self._first[:num_requests]
 
     def begin(self, requests: Sequence[Constrained], post: Callable[[torch.Tensor], None]) -> None:
@@ -121,7 +121,7 @@ class MaskFeed:
 
     @property
     def _is_free(self) -> bool:
-        """Whether the device waited for the last guides, and they forced nothing."""
+        """True if the device waited for the last guides, and they forced nothing."""
         return self._guide_s > FREE_S and self._num_unforced >= NUM_UNFORCED
 
     def _rests(self) -> bool:
@@ -251,7 +251,7 @@ class MaskFeed:
     def _correct(
         self, tokens: list[list[int]], parents: list[list[int]], masks: np.ndarray, choices: np.ndarray
     ) -> int:
-        """Do what `_fill` does, but once choices are known only where they make it necessary."""
+        """Fill masks as `_fill` does; once choices are known, only where they require masks."""
         found, last, is_chain = self._constrained(self._requests), 0, _is_chain(parents[0])
         for constraint, i in found:
             if not is_chain:

@@ -53,7 +53,7 @@ class Compiler(Protocol):
 
     @property
     def eos_ids(self) -> Set[int]:
-        """What its masks say where a text may end."""
+        """Tokens that masks allow where a text may end."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """ValueError if the grammar is invalid, or has what the library does not support."""
@@ -115,7 +115,7 @@ class Constraint:
     def fill_tree(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         """Write the tokens that may follow each node to masks [D, W] int32, by the node's own path.
 
-        tokens, parents [D]: of a `Tree`. A node that the grammar forbids keeps what its mask held: nobody gets there. A
+        tokens, parents [D]: of a `Tree`. A node that the grammar forbids keeps its old mask: it is never accepted. A
         node after which nothing may come allows all: `advance` ends the text there.
         """
         self._rewind()
@@ -136,7 +136,7 @@ class Constraint:
                 self.matcher.rollback(1)
 
     def fill_chain(self, tokens: Sequence[int], masks: np.ndarray, choices: np.ndarray | None = None) -> None:
-        """Do what `fill_tree` does for a chain; the matcher stays ahead by what it takes.
+        """Fill masks as `fill_tree` does, of a chain; the matcher stays ahead by the tokens that it accepts.
 
         choices [D]: what nodes choose without masks, if that will be known when `advance` takes what the round emits.
         """
@@ -177,7 +177,7 @@ class Constraint:
         return count
 
     def mistrust(self) -> None:
-        """Have rounds with masks, since the target chose a token that is forbidden."""
+        """Use masks in later rounds, since the target chose a forbidden token."""
         self._num_masked = NUM_MASKED
 
     def _may_end(self, eos: int) -> bool:
@@ -197,7 +197,7 @@ class Constraint:
         return common
 
     def _follow(self, tokens: Sequence[int]) -> int:
-        """Have the matcher ahead by `tokens`, none of them an EOS id, as far as masks allow; return how many."""
+        """Advance the matcher by `tokens`, none of them an EOS id, as far as masks allow; return how many."""
         common = self._rewind(tokens)
         count = common + self.matcher.take(tokens[common:])
         self._ahead += tokens[common:count]
@@ -211,7 +211,7 @@ class Constraint:
 
     @property
     def is_forced(self) -> bool:
-        """Whether several tokens are forced after what its matcher has taken."""
+        """True if several tokens are forced after those that the matcher has accepted."""
         return len(self.matcher.forced()) > 1
 
     def forced(self, num_steps: int) -> list[int]:

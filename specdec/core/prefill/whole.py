@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 class WholeProgram:
     """The device work of a whole prefill, captured or not, with the `divide` and `pause` of `capture`.
 
-    post: takes the results of the next prefill, once, as soon as they are launched; None if nobody wants them.
+    post: takes the results of the next prefill, once, as soon as they are launched; None if they are not needed.
     """
 
     def __init__(self, parts: Parts, program: Round, capture: Capture):

@@ -119,7 +119,7 @@ def _questions(file: Path, layout: FileLayout, limit: int | None) -> Iterator[Qu
 
 
 def _found(record: Any, turns: Any) -> str:
-    """Say what a line that is no prompt has."""
+    """Describe a line that is not a prompt."""
     if turns:
         return f"a turn is empty or no text: {turns!r}"[:80]
     return f"none of {QUESTION_KEYS} in {sorted(record)}" if isinstance(record, dict) else repr(record)[:80]

@@ -29,7 +29,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def tokenizer_match(ours: Any, theirs: Any) -> str | None:
-    """Say where two tokenizers differ, the target's and a draft's; "equal" if they do not, None if one is missing."""
+    """Describe how the target's and a draft's tokenizers differ; "equal" if they do not, None if one is missing."""
     if ours is None or theirs is None:
         return None
     a, b = ours.get_vocab(), theirs.get_vocab()

@@ -208,7 +208,7 @@ def _load_draft(draft: Source, algo: str, target: HFTarget, tokenizer: Any) -> D
 
 
 def _keeps_prefixes(config: EngineConfig, draft: Draft | None) -> bool:
-    """Return whether K/V of what was served can serve others, if it is wanted; ValueError if it must be and cannot."""
+    """Return whether to use a prefix cache; ValueError if it is required but not supported."""
     reasons = []
     if isinstance(draft, DraftHead) and draft.num_modules > 1:
         reasons.append(f"the draft has {draft.num_modules} modules that read each other's last states")

@@ -73,7 +73,7 @@ class HFModels:
         self.stepping = self._few_rows.active
 
     def close(self) -> None:
-        """Stop watching; nobody waits any more."""
+        """Stop watching the models; their callers no longer wait for turns."""
         self._weights.close()
         self._few_rows.restore()
         self._callers.close()

@@ -1,4 +1,4 @@
-"""What an engine tells about itself, read from its core."""
+"""Builds the report of an engine from its core."""
 
 from dataclasses import asdict
 
@@ -10,7 +10,7 @@ from specdec.reach.targets.weight_bytes import verify_cost
 
 
 def report_of(core: Core, backend_reason: str, bits: str) -> Report:
-    """Return the report of a core that nobody steps meanwhile; backend_reason, bits: see `assemble`."""
+    """Return the report of a core, while it is not stepped; backend_reason, bits: see `assemble`."""
     model, context = core.target.model, core.context
     verify, draft_compiled = verify_cost(model, core.config.verify_width), core.models.how_draft_compiled
     runners, forwards = core.counters.runners.items(), core.counters.forwards.items()

@@ -51,7 +51,7 @@ class LLGuidance:
 
 
 class _Tokens:
-    """What `llguidance.TokenizerWrapper` asks a tokenizer for."""
+    """The interface that `llguidance.TokenizerWrapper` expects of a tokenizer."""
 
     bos_token_id = None
 

@@ -25,10 +25,10 @@ UNDERFLOWS = {torch.float16: 0.05}  # share of elements that may differ all the 
 
 @torch.no_grad()
 def defer_sums(model: Any, share: Share, changes: Changes) -> None:
-    """Let the mixtures of experts of `model` sum once, until `changes` are restored, also after an error; those that
-    would give something else then, on any rank, are left alone.
+    """Make each mixture of experts of `model` sum once over the ranks, until `changes.restore()`,
+    which also undoes a call that raised partway. A mixture whose outputs would change on any rank stays as it was.
 
-    model: with plain forwards for the ranks of `share`. Every rank calls it, at the same point.
+    model: with plain forwards for the ranks of `share`. Every rank calls this at the same point.
     """
     with Experts(model).routed():
         for block in filter(_is_mixture, list(model.modules())):
@@ -56,7 +56,7 @@ def _parts(block: nn.Module, size: int) -> dict[nn.Module, Forward]:
 
 
 def _defer(block: nn.Module, hidden_size: int, share: Share, trial: Changes) -> None:
-    """Let `block` sum its output alone, if it gives what it gave before."""
+    """Make `block` sum only its output, if its results stay the same."""
     x = hidden_states(hidden_size, _row_weights(block)[0])
     before, parts = hidden_of(block(x)), _parts(block, share.size)
     for module, part in parts.items():

@@ -84,11 +84,11 @@ def _all_rows(rows: torch.Tensor, share: Share) -> torch.Tensor:
 
 @torch.no_grad()
 def share_mixers(model: nn.Module, share: Share, shared: SharedMixers) -> None:
-    """Let each rank run its heads of the mixers of `model` that are known, until `shared` is restored, also after an
-    error; others are left alone.
+    """Make each rank run only its own heads of the known mixers of `model`, until `shared.restore()`, which
+    also undoes a call that raised partway. Other mixers keep all their heads.
 
-    model: with plain forwards. Where a mixer gives something else then, on any rank, all are left alone, with a
-    warning. Every rank calls it, at the same point.
+    model: with plain forwards. If a mixer's outputs change on any rank, all mixers stay as they were, with a warning.
+    Every rank calls this at the same point.
     """
     found = [(name, module, cuts) for name, module in model.named_modules() if (cuts := _cuts(module, share.size))]
     others = [name for name, module, cuts in found if not _share(name, module, cuts, share, shared)]

@@ -34,14 +34,14 @@ class Changes:
         own[key] = value
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let `module` run `forward`; the method of its class is simply uncovered."""
+        """Set the forward of `module`; for the method of its class, remove the override."""
         self.on_restore(_set_forward, module, vars(module).get("forward"))
         is_of_class = getattr(forward, "__func__", None) is type(module).forward
         _set_forward(module, None if is_of_class else forward)
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Let `module` run `forward`; None: that of its class."""
+    """Override the forward of `module`; None: remove the override."""
     vars(module).pop("forward", None)
     if forward is not None:
         vars(module)["forward"] = forward

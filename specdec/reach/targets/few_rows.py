@@ -46,7 +46,7 @@ class FewRows:
             self.restore()
 
     def restore(self) -> None:
-        """Have all layers multiply as they did, also after a step that broke off anywhere."""
+        """Restore the forward of all layers, also after an interrupted step."""
         for layer, forward in self._forwards.items():
             if layer.__dict__.get("forward") is forward:
                 del layer.__dict__["forward"]

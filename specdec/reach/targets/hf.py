@@ -71,7 +71,7 @@ class HFTarget:
         """
         self.model = model
         if is_attached(model):
-            gc.collect()  # an engine that nobody holds any more may be waiting for it
+            gc.collect()  # an unreferenced engine may be waiting for it
         if is_attached(model):
             raise AttachError(type(model).__name__, [ATTACHED_ALREADY])
         self.comm: Communicator | None = None
@@ -144,7 +144,7 @@ class HFTarget:
 
     @torch.inference_mode()
     def use_lora(self, lora: Lora) -> None:
-        """Let rows have adapters from now on; AttachError if some layer does not get a row a token."""
+        """Enable adapters by row; AttachError if an adapted layer does not get one row per token."""
         self.lora, positions = lora, torch.arange(NUM_TRIED, device=self.device)
         ids = positions * max(1, self.spec.num_ids // NUM_TRIED) % self.spec.num_ids  # experts get some of them
         try:
@@ -174,7 +174,7 @@ class HFTarget:
     def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps, num_kept: int) -> tuple[LayerState, ...]:
         """Make the state by row of recurrent layers, which `ops` work on, if there are any.
 
-        max_tail: nodes that a round may have a row run; num_kept: snapshots for prompts that begin alike.
+        max_tail: nodes that a round may have a row run; num_kept: snapshots for shared prefixes.
         """
         specs = self.spec.recurrent
         return (StatePool(specs, num_rows, max_tail, self.dtype, self.device, ops, num_kept),) if specs else ()

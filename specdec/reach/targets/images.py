@@ -40,9 +40,9 @@ class _Caught(BaseException):
 
 
 class Images:
-    """How `model` reads prompts with images. names: inputs that it takes for them; none of a model of text.
+    """Prompts with images for `model`. names: its inputs for images; empty for a text-only model.
 
-    moves_positions: rotary positions of tokens after an image are not their own.
+    moves_positions: rotary positions of tokens after an image differ from their indices.
     """
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec):

@@ -84,9 +84,9 @@ def _constant(value: Any) -> property:
 
 @contextmanager
 def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Have `model` in eval mode within the context, so that nothing is dropped out; if another thread calls its `eval`
-    or `train` meanwhile, that stays. modules: what it had at first, which is looked at where the model itself is in
-    eval mode: walking it takes longer."""
+    """Put `model` in eval mode within the context, so that dropout is off; a call of `eval` or `train` by another
+    thread meanwhile takes precedence. modules: those it had at first, used while the model itself is in eval mode,
+    since walking the model takes longer."""
     training = [m for m in (model.modules() if model.training else modules) if m.training]
     before = model.training
     try:
@@ -102,7 +102,7 @@ def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]
 
 
 def multiplying(layer: nn.Module | None) -> AbstractContextManager[None]:
-    """Have `layer`, if it is what `nn.Linear` is, multiply by `specdec::linear` within the context."""
+    """Route `layer`, if it is a plain `nn.Linear`, through `specdec::linear` within the context."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return nullcontext()
     return replaced([(vars(layer), "forward", partial(linear, weight=layer.weight, bias=layer.bias))])

@@ -154,7 +154,7 @@ def load_draft(
 def read_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrainedTokenizerBase | None:
     """Read the tokenizer of the folder or Hub id `source`, or of a .gguf file in it; None if there is none.
 
-    CheckpointError if there is one that cannot be read: without it nobody would know what its ids mean.
+    CheckpointError if there is one that cannot be read: the meaning of its ids would be unknown.
     """
     source, extra = str(source), {"gguf_file": gguf_file} if gguf_file else {}
     if not extra and Path(source).is_dir() and not _tokenizer_files(source):

@@ -69,7 +69,7 @@ class Route:
         return is_other and any(change.before is sink for sink in self.spec.sinks)
 
     def walk(self) -> None:
-        """Look again for modules that have a training mode, where some were added."""
+        """Update the list of modules that have a training mode, after some were added."""
         self._modules = list(self._model.modules())
 
     @contextmanager
@@ -82,7 +82,7 @@ class Route:
 
     @contextmanager
     def only_head(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Let the decoder answer with last hidden states [1, N, h] within it: of the model, only the head runs."""
+        """Make the decoder return last hidden states [1, N, h] within the context: of the model, only the head runs."""
         answer = self.spec.stack_output(last_hidden_state=hidden)
         with (
             self.spec.adapter(Attention).routed(),

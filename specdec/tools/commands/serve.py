@@ -1,4 +1,4 @@
-"""`specdec serve`: an engine behind an HTTP server in the form of OpenAI's API."""
+"""`specdec serve`: an OpenAI-compatible server with continuous batching."""
 
 import re
 import signal
@@ -17,14 +17,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def chosen_library(given: str | None, tokenizer: Any, has_end: bool) -> str | None:
-    """Return `EngineConfig.grammar` for what --grammar says. has_end: whether the model has EOS ids."""
+    """Map --grammar to `EngineConfig.grammar`. has_end: the model has EOS ids."""
     if given is None:
         return "auto" if tokenizer is not None and has_end and installed_library("auto") else None
     return None if given == "off" else given
 
 
 def adapters_of(given: Sequence[str]) -> dict[str, str]:
-    """Return the folder or Hub id of each adapter, from NAME=FOLDER."""
+    """Parse NAME=FOLDER options into the folder or Hub id of each adapter."""
     pairs = [value.partition("=") for value in given]
     wrong = [value for value, (name, _, folder) in zip(given, pairs, strict=True) if not name or not folder]
     names = [name for name, _, _ in pairs]

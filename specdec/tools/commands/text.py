@@ -130,7 +130,7 @@ def print_stream(
 
 
 def statistics(out: RequestOutput, note: str = "") -> str:
-    """Say in brackets what one request took, and `note`."""
+    """Format the statistics of one request, and `note`, in brackets."""
     rate = len(out.tokens) / out.time_s
     took = f"{len(out.tokens)} tokens, {out.finish_reason}, {rate:.1f} tokens/s, tau {out.acceptance.tau:.2f}"
     return f"[{took}; {note}]" if note else f"[{took}]"

@@ -184,7 +184,7 @@ def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> 
 
 
 def verify_remark(cost: VerifyCost, break_even: float) -> str:
-    """Say what a verify of a mixture of experts reads, and whether drafts can pay: this one does from break_even on."""
+    """Describe what a verify of a mixture of experts reads, and from which tau drafts pay: this one from break_even."""
     experts = cost.experts
     what = (
         f"a verify of {cost.num_nodes} tokens reads {cost.distinct:.1f} of {experts.num_experts} experts a layer "
@@ -198,7 +198,7 @@ def verify_remark(cost: VerifyCost, break_even: float) -> str:
 
 
 def verdict(tau: float, break_even: float) -> str:
-    """Say whether a draft pays. break_even: a round's time in plain steps."""
+    """Describe whether a draft pays. break_even: a round's time in plain steps."""
     speed = tau / break_even
     pays = f"{'it pays' if speed > 1 else 'it does not pay'} ({speed:.2f}x)"
     if break_even < 1:  # a verify is a plain step of more tokens

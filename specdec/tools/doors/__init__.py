@@ -1,1 +1,1 @@
-"""Doors: what people already call, answered by an engine."""
+"""Adapters that answer the interfaces of other libraries with an engine."""

@@ -1,4 +1,4 @@
-"""What a call of `model.generate` may ask of an engine beside its settings: ValueError names what it may not."""
+"""Checks the arguments of `model.generate` besides its settings: ValueError names those an engine does not support."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -70,7 +70,7 @@ def _tau_by(where: str, edge: int, requests: Sequence[Sequence[RequestOutput]]) 
     return rows
 
 
-LONGER = 2  # text may take more tokens when it is read than when it was written; nobody has seen twice as many
+LONGER = 2  # re-tokenised text may have more tokens than were generated; twice as many has not been seen
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Answers:
 
 
 def ask(engine: Engine, asked: Conversations, temperature: float, max_new_tokens: int) -> Answers:
-    """Let the engine answer, turn by turn: all first turns, then all second ones. Seeds begin at 0 each turn."""
+    """Generate the answers turn by turn: all first turns, then all second ones. Seeds begin at 0 each turn."""
     law = SamplingParams(temperature=temperature, seed=0)
     out = engine.generate(asked.ids, max_new_tokens=max_new_tokens, sampling=law)
     requests, time_s = [[r] for r in out.requests], out.stats.time_s

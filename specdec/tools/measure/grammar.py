@@ -29,7 +29,7 @@ COMPILING_THREADS = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """What is checked: every shape, batch and temperature; plain rounds first, in the largest batch.
+    """Settings of a check: every shape, batch and temperature; plain rounds first, in the largest batch.
 
     seconds: of each of them; what is not reached by then is left out. library: of `EngineConfig.grammar`. has_bits:
     compare logits' bits, too, for which all rounds have masks.

@@ -34,7 +34,7 @@ BAD = ("{", '{"prompt": "x", "suffix": "y"}', '{"prompt": [999999999]}', '{"prom
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent where. clients: so many that ask one request after the other; or rate: requests that arrive a
+    """Requests to send, and their server. clients: each sends one request after the other; or rate: arrivals per
     second, at random (Poisson).
 
     seconds: of the window that is measured, after `warm_up`. spread: 0 for texts of equal lengths. longest: tokens of
@@ -86,7 +86,7 @@ class Load:
 
 @dataclass
 class Seen:
-    """What came of the requests within the window: times in seconds, one number a request but for `gaps`.
+    """Results of the requests within the window: times in seconds, one number a request but for `gaps`.
 
     between: mean time of a token after the first; gaps: times between two pieces of text. counts: requests by how they
     ended; errors: by what they are.
@@ -102,14 +102,14 @@ class Seen:
     errors: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "Seen") -> None:
-        """Take note of what another process saw."""
+        """Add the results of another process."""
         for name in ("firsts", "between", "gaps", "num_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("counts", "errors"):
             getattr(self, name).update(getattr(other, name))
 
     def note(self, asked: float, times: Sequence[float], num_tokens: int) -> None:
-        """Take note of a text whose pieces came at `times`."""
+        """Record a text whose pieces arrived at `times`."""
         if not times:
             return
         if self.holds(times[0]):

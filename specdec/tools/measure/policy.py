@@ -180,7 +180,7 @@ def _run(
 
 
 def _impose(engine: Engine, tau: float) -> None:
-    """Let rounds accept drafts as often as gives chains of the longest tier that tau."""
+    """Impose the acceptance that gives chains of the longest tier that tau."""
     rates = engine._attached().round.rates
     if rates is not None:
         rates.copy_(torch.tensor(rates_of(tau, len(rates)), dtype=rates.dtype))

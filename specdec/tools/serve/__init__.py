@@ -1,1 +1,1 @@
-"""An HTTP server in the form of OpenAI's API; the optional packages it needs are imported only here."""
+"""An OpenAI-compatible HTTP server; its optional packages are imported only here."""

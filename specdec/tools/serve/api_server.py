@@ -1,4 +1,4 @@
-"""The API server in a process of its own: HTTP, JSON and text take no Python from the thread that steps."""
+"""Runs the API server in its own process, so that HTTP, JSON and text never hold the GIL of the stepping thread."""
 
 import os
 import signal
@@ -24,10 +24,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class ApiServer:
-    """A process that serves at `host` and `port` (0: a free one) once `start` gives it an engine; it loads libraries
-    meanwhile. Leaving `with ApiServer(...):` ends it as SIGTERM does.
+    """A process that listens on `host` and `port` (0: any free port) and serves once `start` gives it an engine.
 
-    ValueError if the address cannot be had.
+    It imports its libraries while the engine loads. Leaving `with ApiServer(...):` sends it SIGTERM. ValueError if the
+    address cannot be bound.
     """
 
     def __init__(self, host: str, port: int):
@@ -43,7 +43,7 @@ class ApiServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._address[1]}"
         self._channel, theirs = socket.socketpair()
         fds = (listener.fileno(), theirs.fileno())
-        # No device: it would hold memory there. No signal but those that it is sent: Ctrl-C goes to whole groups.
+        # No GPU: a CUDA context would take memory. Its own session: Ctrl-C goes to the whole process group.
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-P", "-m", "specdec.tools.serve.api_server", *map(str, fds)]
@@ -54,13 +54,13 @@ class ApiServer:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """Process id."""
         return self._process.pid
 
     def start(self, engine: Engine, name: str, **options: Any) -> None:
-        """Serve `engine` as model `name`, with options of `served`; returns once it accepts connections.
+        """Serve `engine` as model `name`, with options of `served`; return once it accepts connections.
 
-        ValueError if the process ends before, which has said why.
+        ValueError if the process exits first; it has printed the reason.
         """
         with suppress(ConnectionError):  # it has ended
             self._channel.sendall(packed((Facts.of(engine), name, options)))
@@ -73,13 +73,13 @@ class ApiServer:
         raise ValueError(f"the API server did not start: its process ended with status {self._process.returncode}")
 
     def wait(self) -> int:
-        """Return the exit status of the process, once it ends: not 0 if it failed."""
+        """Wait for the process to exit; return its exit status."""
         status = self._process.wait()
         self._at_end.close()
         return status
 
     def send_signal(self, number: int) -> None:
-        """Pass a signal on: the first one lets running requests end."""
+        """Forward a signal; the first one lets running requests finish."""
         self._process.send_signal(number)
 
     def __enter__(self) -> "ApiServer":
@@ -103,7 +103,7 @@ def served(
     log_level: str = "info",
     **options: Any,
 ) -> None:
-    """Serve until a signal comes, or the engine's process is gone. grace: seconds that running requests have then; log:
+    """Serve until a signal arrives or the engine's process exits. grace: seconds that running requests have then; log:
     file to append to; options: those of `app_of`."""
 
     def leave() -> None:
@@ -118,7 +118,7 @@ def served(
         file = None if log is None else until_the_end.enter_context(log.open("a", encoding="utf-8"))
         client = EngineClient(facts, rests=facts.device_type == "cpu")
         app = app_of(client, lambda: nullcontext(channel), name, max_waiting, log=file, on_lost=leave, **options)
-        # Requests that end after `grace` get an error; the server's own limit, which cuts connections, is later.
+        # `Intake` fails requests after `grace`; uvicorn closes connections only after this later limit.
         limit = int(grace) + 3
         server = Server(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=limit))
         until_the_end.enter_context(shared_fairly("cpu"))
@@ -128,7 +128,7 @@ def served(
 
 
 def main() -> None:
-    """Be the process: the arguments are its sockets."""
+    """Entry point of the process; its arguments are the file descriptors of its sockets."""
     listener, channel = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     try:
         facts, name, options = received(channel)

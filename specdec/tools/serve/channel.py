@@ -1,4 +1,4 @@
-"""Messages between an API server and its engine, over a socket that only these two have."""
+"""Pickled messages between an API server and its engine, over a socket pair."""
 
 import asyncio
 import pickle
@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-COMPILING = 4  # grammars at once, in either process: hostile ones hold threads for seconds, which others need, too
-LENGTH = struct.Struct("<Q")  # of a pickled message, before it
+COMPILING = 4  # grammars compiled at once, in either process: a hostile one occupies a thread for seconds
+LENGTH = struct.Struct("<Q")  # precedes each pickled message
 
 
 class Channel:
@@ -20,22 +20,22 @@ class Channel:
 
     @classmethod
     async def over(cls, sock: socket.socket) -> "Channel":
-        """Return the channel over `sock`, which it closes."""
+        """Open a channel over `sock`; the channel closes it."""
         return cls(*await asyncio.open_connection(sock=sock))
 
     def send(self, message: Any) -> None:
-        """Send what can be pickled; without waiting, and in vain once the other side is gone."""
+        """Queue a picklable message and return at once; it is dropped if the other side has closed."""
         self._writer.write(packed(message))
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        """Yield messages until the other side is gone."""
+        """Yield messages until the other side closes."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 yield pickle.loads(await self._reader.readexactly(length))
 
     async def close(self) -> None:
-        """Let the other side know that this one is gone."""
+        """Close this end, which ends the other side's iteration."""
         self._writer.close()
         with suppress(ConnectionError):
             await self._writer.wait_closed()
@@ -47,8 +47,7 @@ def packed(message: Any) -> bytes:
 
 
 def received(sock: socket.socket) -> Any:
-    """Return the next message of a socket without an event loop, behind which there is none yet; EOFError if the other
-    side is gone."""
+    """Read one message without an event loop; no other may follow it yet. EOFError if the other side has closed."""
     with sock.makefile("rb") as file:
         file.read(LENGTH.size)
         return pickle.load(file)

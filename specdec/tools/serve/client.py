@@ -1,6 +1,6 @@
-"""The API server's side of an engine that is in another process, or another thread: see `host.py`.
+"""The API server's client of an engine in another process or thread; `host.py` is the other side.
 
-Knows neither HTTP nor JSON. Texts are decoded here.
+Detokenizes texts; knows neither HTTP nor JSON.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from specdec.tools.serve.host import Load, Update
 
 @dataclass(frozen=True)
 class Facts:
-    """What an API server knows of its engine. samples: whether texts are sampled by default."""
+    """Static facts about the engine. samples: texts are sampled by default."""
 
     config: EngineConfig
     tokenizer: Any
@@ -45,7 +45,7 @@ class Facts:
 
 @dataclass
 class Text:
-    """A text that the engine generates, as far as it has come. has_images: its prompt's ids do not hold all of it."""
+    """A text in generation: its tokens so far. has_images: the prompt has images, which `prompt_ids` do not hold."""
 
     prompt_ids: Sequence[int]
     has_images: bool
@@ -57,35 +57,35 @@ class Text:
     num_cached: int = 0
 
     def take(self, update: Update) -> None:
-        """Append what has come."""
+        """Append the tokens of `update`."""
         self.tokens += update.tokens
         self.logprobs += update.logprobs
         self.finish_reason, self.num_cached = update.finish_reason, update.num_cached
 
     def read(self) -> str:
-        """Return the text that has become certain since the last call; all the rest once it is finished."""
+        """Return the text that became final since the last call; once finished, all of the rest."""
         tokens = self.tokens[self.detokenizer.num_fed :]
         text = self.detokenizer.feed(tokens) if tokens else ""
         return text if self.finish_reason is None else text + self.detokenizer.finish()
 
 
 class TextCall:
-    """The texts of one request of a client."""
+    """The texts of one HTTP request."""
 
     def __init__(self, number: int):
         self.number = number
         self.texts: list[Text] = []
         self._error: Exception | None = None
-        self._updates: list[Update] = []  # which may come before the texts are known
+        self._updates: list[Update] = []  # they may arrive before `texts` is filled
         self._has_updates = asyncio.Event()
 
     @property
     def left(self) -> list[Text]:
-        """Texts that are not finished."""
+        """Unfinished texts."""
         return [text for text in self.texts if text.finish_reason is None]
 
     def tell(self, update: Update) -> None:
-        """Note what has come."""
+        """Queue an update and wake the task in `wait`."""
         self._updates.append(update)
         self._has_updates.set()
 
@@ -95,7 +95,7 @@ class TextCall:
         self._has_updates.set()
 
     async def wait(self) -> None:
-        """Return once texts have got tokens since the last call; raise the error that ended them."""
+        """Wait for new tokens and apply them to `texts`; raise the error that ended the call."""
         await self._has_updates.wait()
         self._has_updates.clear()
         updates, self._updates = self._updates, []
@@ -108,8 +108,8 @@ class TextCall:
 
 
 class EngineClient:
-    """Asks the engine at the other end of a socket, from one event loop. rests: the loop does, in proportion to
-    the time that it takes for texts, since the engine steps in this process, or on this CPU."""
+    """Sends requests to the engine at the other end of a socket, from one event loop. rests: the loop pauses in
+    proportion to the time it spends on texts, because the engine steps in this process or on this CPU."""
 
     def __init__(self, facts: Facts, rests: bool):
         self.config, self.tokenizer, self.processor = facts.config, facts.tokenizer, facts.processor
@@ -120,14 +120,14 @@ class EngineClient:
         self._calls: dict[int, TextCall] = {}
 
     async def connect(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:
-        """Begin; the engine's host is at the other end of `sock`. on_lost: called once that is gone, or at `close`."""
+        """Connect to the `EngineHost` at the other end of `sock`. on_lost: called when that closes, and at `close`."""
         self._loop, self._channel = asyncio.get_running_loop(), await Channel.over(sock)
         self._reading = asyncio.create_task(self._read())
         self._reading.add_done_callback(lambda _: on_lost())
         self._say_ready()
 
     async def close(self) -> None:
-        """Leave; the engine forgets what was asked for."""
+        """Disconnect; the engine drops all requests of this client."""
         self._reading.cancel()
         await self._channel.close()
 
@@ -139,10 +139,10 @@ class EngineClient:
         streams: bool,
         goes_on: bool = False,
     ) -> TextCall:
-        """Have a text generated for every prompt, with options of `Engine.generate`; without `streams` it comes whole.
+        """Start generating a text for every prompt, with options of `Engine.generate`.
 
-        goes_on: the text is what the prompt goes on with, its first space included; an answer begins anew. ValueError
-        for what `generate` refuses.
+        streams: tokens arrive as they are generated, not all at the end. goes_on: the text continues the prompt, so its
+        first space is kept; else it is an answer. ValueError for what `generate` refuses.
         """
         call = TextCall(next(self._numbers))
         self._calls[call.number] = call
@@ -160,17 +160,17 @@ class EngineClient:
         return call
 
     def end(self, call: TextCall) -> None:
-        """Let the engine forget what is left of `call`."""
+        """Drop the unfinished requests of `call` in the engine."""
         del self._calls[call.number]
         self._channel.send((call.number, "end", ()))
 
     def compile_grammar(self, grammar: Any) -> Any:
-        """Have the engine compile what a request will ask for, from another thread; returns it."""
+        """Compile `grammar` in the engine and return it; to be called from another thread."""
         self._ask_and_wait("compile_grammar", grammar)
         return grammar
 
     def load(self) -> Load:
-        """Return what the engine does now, to another thread."""
+        """Return the engine's current load; to be called from another thread."""
         return self._ask_and_wait("load")
 
     def _ask_and_wait(self, method: str, *arguments: Any) -> Any:
@@ -202,12 +202,12 @@ class EngineClient:
                 call.fail(_gone())
 
     def _tell(self, updates: Sequence[tuple[Any, ...]]) -> None:
-        """Wake who waits for texts, and afterwards ask for more."""
+        """Deliver updates to their calls, then ask for more."""
         began = time.thread_time()
         for update in map(Update._make, updates):
-            if (call := self._calls.get(update.number)) is not None:  # else its client has left
+            if (call := self._calls.get(update.number)) is not None:  # else the client disconnected
                 call.tell(update)
-        self._loop.call_soon(self._relax, began)  # behind the tasks
+        self._loop.call_soon(self._relax, began)  # after the tasks that were woken
 
     def _relax(self, began: float) -> None:
         rest = min(self._rest * (time.thread_time() - began), LONGEST_REST)

@@ -1,4 +1,4 @@
-"""How the served model writes thoughts and calls of tools, and what follows for a request: its grammar, its parts."""
+"""Reads how the served model writes reasoning and tool calls; makes the grammar and the splitters of a request."""
 
 import warnings
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Dialect:
                 raise ValueError(f"{at}{str(error).removeprefix('json')}") from None
 
     def splitters(self, body: Body, texts: Sequence[Text]) -> list[Splitter]:
-        """Return what splits each of the answers `texts`; nothing where all of it is content."""
+        """Return a splitter for each of the answers `texts`; none where an answer is content alone."""
         if not self._splits(body):
             return []
         structure = self._structure(body)
@@ -74,7 +74,7 @@ class Dialect:
         return [Splitter(*formats, self._is_thinking(t.prompt_ids), ends, structure.is_single) for t in texts]
 
     def _stops(self, body: Body) -> list[int]:
-        """Return the special tokens among those that end the texts of `body`."""
+        """Return the special tokens among `stop_token_ids` of `body`."""
         given = body.get("stop_token_ids", [])
         given = given if isinstance(given, list) else [given]
         return [token for token in self._special.values() if token in given]
@@ -92,7 +92,7 @@ class Dialect:
         return Structure(answer, tools, choice, form, thinking, is_single)
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt ends within a thought."""
+        """Return whether a prompt ends inside reasoning."""
         if self.thinking is None:
             return False
         text = self.engine.tokenizer.decode(prompt[-16:], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""How models write calls of tools and thoughts, as data. A format is found by what the chat template says."""
+"""Formats in which models write tool calls and reasoning, as data. The chat template decides which one applies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _NAME = r'"name"\s*:\s*"(?P<name>[^"]+)"\s*,\s*'
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written: `first`, a call, `between`, .., `last`; a call is `opening`, its arguments, `closing`.
+    """Format of tool calls: `first`, a call, `between`, .., `last`; a call is `opening`, its arguments, `closing`.
 
     mark: what a chat template that asks for it contains. header, tail: regular expressions of what comes before and
     after arguments; a header names the tool. next_header: another one, right behind a call. is_first: only at the
@@ -36,7 +36,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class Thinking:
-    """How thoughts are written: regular expressions of what begins and ends them, and the texts themselves.
+    """Format of reasoning: regular expressions of its begin and end marks, and the marks themselves.
 
     noise: a regular expression of what is dropped from an answer besides.
     """

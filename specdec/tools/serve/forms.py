@@ -1,4 +1,4 @@
-"""The JSON of answers: whole ones, chunks of a stream, errors."""
+"""The JSON of responses: complete ones, chunks of a stream, errors."""
 
 import json
 import re
@@ -133,12 +133,12 @@ class AnswerForm:
 
 
 def call_id() -> str:
-    """A new id of a call: Mistral's templates take no others than of nine letters and digits."""
+    """Return a new id of a tool call: Mistral's templates take exactly nine letters and digits."""
     return uuid.uuid4().hex[:9]
 
 
 def delta_of(part: Part) -> dict[str, Any]:
-    """The delta of a stream that says `part`."""
+    """Return the delta of a stream for `part`."""
     if part.call < 0:
         return {part.kind: part.text}
     if part.kind == "arguments":
@@ -148,7 +148,7 @@ def delta_of(part: Part) -> dict[str, Any]:
 
 
 def message_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """The message that all `parts` of an answer make."""
+    """Assemble the message of a complete answer from its `parts`."""
     texts = {"content": "", "reasoning_content": ""}
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
@@ -179,17 +179,17 @@ def _scored(text: str, logprob: float) -> dict[str, Any]:
 
 
 def as_json(content: Any, status: int = 200) -> Response:
-    """A response in ASCII: text of clients that is quoted may not be encodable."""
+    """Make a JSON response in ASCII: quoted client text may not be encodable."""
     return Response(json.dumps(content), status, media_type="application/json")
 
 
 def event(content: Any) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json.dumps(content)}\n\n"
 
 
 def problem(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body for what went wrong; param: the field at fault, where a message begins with its name."""
+    """Return status and body for `error`; param: the field whose name begins the message."""
     message, param, code = str(error)[:LONGEST_MESSAGE], None, None
     status = next((number for kind, number in STATUS if isinstance(error, kind)), 500)
     if isinstance(error, HTTPException):

@@ -1,4 +1,4 @@
-"""Looks at requests before anything is made of them: who asks, from where, how much is sent, and the prompts' ids."""
+"""Checks requests before they reach the engine: host, API key, origin and size; and tokenizes their prompts."""
 
 import inspect
 import secrets
@@ -23,8 +23,8 @@ from specdec.tools.serve.schema import Body
 class Guard:
     """Middleware that refuses requests with a foreign Host header, and those to /v1 without the API key.
 
-    hosts: names that the Host header may have, None for any. A page of a foreign site can make its own name mean this
-    machine (DNS rebinding), and would then read what a server on a loopback address answers.
+    hosts: names that the Host header may have, None for any. Without that check, a page of a foreign site whose name
+    resolves to this machine (DNS rebinding) could read what a server on a loopback address answers.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, api_key: str | None):
@@ -83,11 +83,11 @@ def _too_large(most_bytes: int) -> HTTPException:
     return HTTPException(413, f"the body has more than {most_bytes} bytes: send fewer prompts at once")
 
 
-SPARE = 64  # tokens that a text may have more where it is cut than it has there as a whole
+SPARE = 64  # extra tokens that cutting a text may cause at the cut
 
 
 def prompts_of(body: Body, tokenizer: Any, processor: Any, max_seq_len: int) -> list[Any]:
-    """Return token ids of every prompt of `body`, or what `processor` makes of a chat with images; CapacityError if a
+    """Return token ids of every prompt of `body`, or the processor's output for a chat with images; CapacityError if a
     text is too long for `max_seq_len`."""
     if body.is_chat:
         options = _options(body, tokenizer)
@@ -109,7 +109,7 @@ def prompts_of(body: Body, tokenizer: Any, processor: Any, max_seq_len: int) -> 
 
 
 def check_length(text: str, encode: Callable[[str], list[int]], max_seq_len: int) -> None:
-    """Raise CapacityError if `text` has more tokens than `max_seq_len`, having encoded little more than so many."""
+    """Raise CapacityError if `text` is much longer than `max_seq_len` tokens, without encoding all of it."""
     size = 4 * max_seq_len  # characters; a token of English has four or five
     while len(text) > size:
         if len(encode(text[:size])) > max_seq_len + SPARE:

@@ -1,7 +1,7 @@
-"""The engine's side of a server: makes the requests that an API server asks for, and sends it their tokens.
+"""The engine's side of a server: creates the requests that an API server asks for, and sends it their tokens.
 
-The engine's driver steps in a thread of its own; what else a server does with Python (HTTP, JSON, text) is the API
-server's, in its own process, so that no step waits for it.
+The engine's driver steps in its own thread. HTTP, JSON and text are left to the API server's process, so that no step
+waits for them.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from specdec.tools.serve.process import shared_fairly
 
 
 class Made(NamedTuple):
-    """What an API server needs to know of a request that has been made, besides what it asked for.
+    """Facts about a created request that the API server needs to decode its text.
 
-    reads_prompt: whether stop strings may begin in the prompt.
+    reads_prompt: stop strings may begin in the prompt.
     """
 
     eos_ids: frozenset[int]
@@ -32,7 +32,7 @@ class Made(NamedTuple):
 
 
 class Update(NamedTuple):
-    """New tokens of a choice of a call. error: what has ended the whole call."""
+    """New tokens of one choice of a call. error: the error that ended the whole call."""
 
     number: int
     choice: int = 0
@@ -44,7 +44,7 @@ class Update(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The engine's report, and requests that hold KV slots, that wait, and tokens of those that are over."""
+    """The engine's report, its running and waiting requests, and the tokens of finished ones."""
 
     report: Report
     num_running: int
@@ -53,24 +53,24 @@ class Load(NamedTuple):
 
 
 class HostedCall(Call):
-    """A call whose updates the host sends."""
+    """A call whose updates the host sends to the API server."""
 
     def __init__(self, host: "EngineHost", number: int, requests: Sequence[Request], wants_tokens: bool):
         super().__init__(host.core.calls, requests, wants_tokens)
         self.number, self._host = number, host
-        self._unfinished = dict(enumerate(requests))  # whose ends have not been sent
+        self._unfinished = dict(enumerate(requests))  # by choice, until their finish reason is sent
         self._num_sent = [0] * len(requests)
 
     def updates(self) -> Iterator[Update]:
-        """Yield what each choice has got since the last call."""
+        """Yield the new tokens of each choice since the last call."""
         for choice, request in list(self._unfinished.items()):
-            reason = request.finish_reason  # first: a thread steps meanwhile
+            reason = request.finish_reason  # read first: another thread is stepping
             if reason is None and not self._wants_tokens:
                 continue
             start = self._num_sent[choice]
             tokens = request.tokens[start:]
             if reason is None and tokens and tokens[-1] in request.stop_ids:
-                tokens.pop()  # its reason comes next
+                tokens.pop()  # sent with the finish reason, which is set next
             scores = (request.logprobs or [])[start : start + len(tokens)]
             self._num_sent[choice] += len(tokens)
             if reason:
@@ -84,10 +84,10 @@ class HostedCall(Call):
 
 
 class EngineHost:
-    """Serves one API server at the other end of `sock`, in an event loop of its own.
+    """Serves one API server at the other end of `sock`, in its own event loop.
 
-    It asks by (number, method, arguments), and gets (number, answer, error). Tokens come as lists of what `Update`
-    has, one after it has said "ready": a server that is busy gets what has come meanwhile together.
+    Requests are (number, method, arguments), responses (number, answer, error). Tokens are sent as a list of the fields
+    of each `Update`, one list for each "ready" of the API server: while it is busy, updates are collected.
     """
 
     def __init__(self, engine: Engine, sock: socket.socket):
@@ -100,7 +100,7 @@ class EngineHost:
         self._compiling = asyncio.Semaphore(COMPILING)
 
     def run(self) -> None:
-        """Serve until the API server is gone, which frees all that it has asked for."""
+        """Serve until the API server closes its end; then drop all of its requests."""
         with shared_fairly(self.core.device.type):
             asyncio.run(self._serve())
 
@@ -151,16 +151,16 @@ class EngineHost:
                     self._end(call.number)
             if updates:
                 self._is_awaited.clear()
-                channel.send([tuple(one) for one in updates])  # pickled in a sixth of the time
+                channel.send([tuple(one) for one in updates])  # plain tuples pickle six times faster
 
     def _end(self, number: int) -> None:
-        """Forget a call; what is left of it gives back its rows and pages after the current step."""
+        """Drop a call; its unfinished requests free their rows and pages after the current step."""
         if (call := self._calls.pop(number, None)) is not None:
             self._driver.end(call)
             self._num_tokens += sum(len(request.tokens) for request in call.requests)
 
     async def start(self, number: int, prompts: list[Any], options: dict[str, Any], wants_tokens: bool) -> list[Made]:
-        """Make and queue a request for every prompt, with options of `Engine.generate`."""
+        """Create and queue a request for every prompt, with options of `Engine.generate`."""
         requests = await asyncio.to_thread(self.engine._requests, prompts, **options)
         call = self._calls[number] = HostedCall(self, number, requests, wants_tokens)
         self._driver.begin(call)
@@ -168,19 +168,19 @@ class EngineHost:
         return [Made(r.eos_ids, t.stop_strings, t.reads_prompt) for r, t in zip(requests, texts, strict=True)]
 
     async def compile_grammar(self, _: int, grammar: Any) -> None:
-        """Compile what requests will ask for; ValueError if that cannot be."""
+        """Compile a grammar into the engine's cache; ValueError for an invalid one."""
         async with self._compiling:
             await asyncio.to_thread(self.engine.compile_grammar, grammar)
 
     async def load(self, _: int) -> Load:
-        """See `Load`; it may wait for a step to end."""
+        """Return the `Load`; waits for the current step."""
         report, queues = await asyncio.to_thread(self.engine.report), self.core.scheduler
         return Load(report, len(queues.running), len(queues.waiting), self._num_tokens)
 
 
 @contextmanager
 def hosted(engine: Engine, sock: socket.socket) -> Iterator[None]:
-    """Serve what comes over `sock` in a thread; within, its other end must be closed, or the other process end."""
+    """Run an `EngineHost` for `sock` in a thread; the body must close the other end, or end its process."""
     thread = threading.Thread(target=EngineHost(engine, sock).run, name="specdec-host", daemon=True)
     thread.start()
     try:
@@ -190,7 +190,7 @@ def hosted(engine: Engine, sock: socket.socket) -> Iterator[None]:
 
 
 def portable(error: Exception) -> Exception:
-    """Return `error`, or what can be sent in its place."""
+    """Return `error`, or a RuntimeError in its place if it cannot be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Texts that are being served: how many may join, their pieces as they become certain, and their end.
+"""Texts being served: how many may be queued, their pieces as they become final, and their end.
 
 Knows neither HTTP nor JSON.
 """
@@ -16,25 +16,25 @@ from specdec.tools.serve.client import EngineClient, Text, TextCall
 
 
 class Gone(Exception):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 class Closing(Exception):
-    """No text is begun any more, or this one was ended."""
+    """The server is shutting down: the text was refused or ended."""
 
 
 class Busy(Exception):
-    """Too many texts wait."""
+    """The queue is full."""
 
 
 class Failed(Exception):
-    """The engine could not finish a text."""
+    """The engine failed to finish a text."""
 
 
 class StreamPiece(NamedTuple):
-    """A part of the text of a choice that is final. finish_reason: the request's, once the text is complete.
+    """A final part of a choice's text. finish_reason: the request's, once the text is complete.
 
-    tokens, logprobs: emitted since the last piece, which hold this text and what is held back; none if the engine
+    tokens, logprobs: emitted since the last piece; some of their text may still be held back. Empty if the engine
     computes no log-probabilities.
     """
 
@@ -46,10 +46,10 @@ class StreamPiece(NamedTuple):
 
 
 class Intake:
-    """Lets texts join while rows or `max_waiting` places are free. log: takes the token ids of complete texts, a line
-    of JSON each, but of those about images, which ids do not hold.
+    """Admits texts while rows or `max_waiting` places are free. log: gets the token ids of each complete text, as a
+    line of JSON; texts with images are left out, since ids do not hold images.
 
-    One event loop uses it; other threads may only `drain` it and read it.
+    Used from one event loop; other threads may only `drain` it and read it.
     """
 
     def __init__(self, engine: EngineClient, max_waiting: int, log: TextIO | None = None):
@@ -57,7 +57,7 @@ class Intake:
         self.is_open = True
         self._log = log
         self._most = engine.config.max_batch + max_waiting
-        self._num_coming = 0  # texts whose requests are being made
+        self._num_coming = 0  # texts whose requests are being created
         self._calls: dict[TextCall, None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -67,13 +67,13 @@ class Intake:
 
     @property
     def texts(self) -> list[Text]:
-        """All that are not finished."""
+        """All unfinished texts."""
         return [text for call in list(self._calls) for text in call.left]
 
     @contextmanager
     def room_for(self, count: int) -> Iterator[None]:
-        """Count `count` texts among those that wait, while their requests are made and until `follow` has begun; raises
-        Busy if too many do, ValueError if so many never can."""
+        """Reserve places for `count` texts while their requests are created, until `follow` takes over. Busy if the
+        queue is full, ValueError if it can never hold so many."""
         if count > self._most:
             raise ValueError(
                 f"{count} texts at once: at most {self._most} run and wait; lower n, or send fewer prompts"
@@ -90,10 +90,10 @@ class Intake:
             self._num_coming -= count
 
     async def follow(self, call: TextCall, gone: Callable[[], Awaitable[None]]) -> AsyncGenerator[StreamPiece, None]:
-        """Yield an empty piece at once, then the pieces of the texts of `call`, a choice each, until all have ended.
+        """Yield an empty piece at once, then the pieces of the texts of `call`, one choice each, until all have ended.
 
-        Raises Closing, Gone when `gone` returns, Failed for what ends one of them, DetachedError. Whatever ends this
-        frees their rows and pages after the current step.
+        Raises Closing at shutdown, Gone once `gone` returns, Failed for an error of a text, DetachedError. However it
+        ends, rows and pages are freed after the current step.
         """
         self._calls[call] = None
         watch = asyncio.ensure_future(_fail_when(gone, call))
@@ -128,17 +128,17 @@ class Intake:
             self.engine.end(call)
 
     def drain(self, seconds: float) -> None:
-        """Let no more texts join, and end those that are unfinished after `seconds`; from any thread."""
+        """Refuse new texts, and end those still unfinished after `seconds`; callable from any thread."""
         self.is_open = False
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: nobody is served
+            with suppress(RuntimeError):  # the loop is closed: no text is served
                 self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._end_all)
 
     def _write(self, text: Text) -> None:
         ids = {"prompt_token_ids": list(text.prompt_ids), "token_ids": text.tokens}
         try:
             print(json.dumps(ids), file=self._log, flush=True)
-        except OSError as error:  # such as a full disk; the client has its text all the same
+        except OSError as error:  # such as a full disk; the client still gets its text
             assert self._log is not None
             with suppress(OSError):
                 self._log.close()

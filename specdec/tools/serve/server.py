@@ -37,10 +37,10 @@ MOST_BYTES = 2 * 2**20  # of a body, besides 16 for every token of the longest r
 
 
 def build_app(engine: Engine, name: str, max_waiting: int = 256, **options: Any) -> Starlette:
-    """Return the app that serves `engine` as model `name` from this process; `specdec serve` gives it one of its own.
+    """Return the app that serves `engine` as model `name` from this process; `specdec serve` runs it in another one.
 
-    `app.state.intake` drains it; the caller detaches the engine. An adapter of the engine is served as a model of its
-    own name. options: those of `app_of`. While it serves, the process has the settings of `shared_fairly`.
+    `app.state.intake` drains it; the caller detaches the engine. Each adapter is served as a model under its name.
+    options: those of `app_of`. While it serves, the process has the settings of `shared_fairly`.
     """
 
     @contextmanager
@@ -104,7 +104,7 @@ def app_of(
 
 
 class Endpoints:
-    """Answers of each path, for the texts of one engine that `intake` lets in."""
+    """The handler of each path, for one engine and the texts that `intake` admits."""
 
     def __init__(self, engine: EngineClient, name: str, intake: Intake):
         self.engine, self.name, self.intake = engine, name, intake
@@ -154,7 +154,7 @@ class Endpoints:
                 asked = await asyncio.to_thread(self._asked, body, name)
             call = await self.engine.start(*asked, body.stream, goes_on=not is_chat)
             pieces = self.intake.follow(call, partial(_until_gone, request))
-            await anext(pieces)  # what is refused has no part in a stream
+            await anext(pieces)  # raises for a refused request, before a stream begins
         texts = call.texts
         form = AnswerForm(is_chat, name, body.num_top, self.token_text, self.dialect.splitters(body, texts))
         if body.stream:
@@ -167,7 +167,7 @@ class Endpoints:
         return as_json(form.whole(choices, usage(body, texts)))
 
     def _named(self, wanted: str | None) -> str:
-        """Return the name of the model that is `wanted`, an adapter's included; 404 for one that is not served."""
+        """Resolve the model or adapter that a request names; 404 for one that is not served."""
         if wanted is not None and wanted not in self.served:
             names = ", ".join(map(repr, self.served))
             are = "are" if len(self.served) > 1 else "is"
@@ -185,8 +185,8 @@ class Endpoints:
             raise ValueError(f"{name}={body.num_top}: at most {most}, which --max-logprobs sets")
 
     def _asked(self, body: Body, name: str) -> tuple[list[Any], list[list[int]], dict[str, Any]]:
-        """Tokenise the prompts and check the options, in a thread: a prompt a choice, its ids, and what `generate`
-        takes besides, of the model `name`."""
+        """Tokenise the prompts and check the options, in a thread. Return a prompt for each choice, its ids, and
+        options of `generate` for the model `name`."""
         engine, longest = self.engine, self.engine.config.max_seq_len
         once = prompts_of(body, engine.tokenizer, engine.processor, longest)
         prompts = [prompt for prompt in once for _ in range(body.n)]
@@ -220,8 +220,8 @@ class Endpoints:
 
 
 class EventStream:
-    """A response of server-sent events, one message to the server for each text of `texts`. Nothing here watches for a
-    client that leaves: `texts` end then."""
+    """A response of server-sent events, one ASGI message for each text. It does not watch for disconnects: `texts` ends
+    when the client leaves."""
 
     def __init__(self, texts: AsyncGenerator[str, None]):
         self.texts = texts
@@ -236,15 +236,15 @@ class EventStream:
 
 
 def text_of_token(tokenizer: Any, token: int) -> str:
-    """Return the text that a token is behind others, its space included, which some tokenizers (Llama 2, Mistral) drop
-    from what they decode first."""
+    """Return the text of a token that follows others, with its leading space, which some tokenizers (Llama 2, Mistral)
+    drop from the first token."""
     once = tokenizer.decode([token])
     twice = tokenizer.decode([token, token])
     return twice[len(once) :] if twice.startswith(once) and twice.endswith(once) else once
 
 
 def new_tokens(body: Body, prompt_len: int, max_seq_len: int) -> int:
-    """Return the length of a text: what the body asks for, else what fits; of text completions up to a default.
+    """Return max_new_tokens: what the body asks for, else what fits; for text completions up to a default.
 
     CapacityError if none fits, or less than was asked for; ValueError if it is less than `min_tokens`.
     """
@@ -272,7 +272,7 @@ async def _until_gone(request: Request) -> None:
 
 
 def usage(body: Body, texts: Sequence[Text]) -> dict[str, Any]:
-    """Tokens of the prompts, each counted once whatever `n` is, and of the texts."""
+    """Count the tokens of prompts, once each whatever `n` is, and of texts."""
     firsts = texts[:: body.n]
     prompt = sum(len(text.prompt_ids) for text in firsts)
     cached = sum(text.num_cached for text in firsts)
@@ -282,7 +282,7 @@ def usage(body: Body, texts: Sequence[Text]) -> dict[str, Any]:
 
 
 class EngineCollector(Collector):
-    """Asks the engine whenever it is asked; it may wait for a step to end."""
+    """Reads the engine's metrics at each scrape; waits for the current step."""
 
     def __init__(self, engine: EngineClient):
         self.engine = engine

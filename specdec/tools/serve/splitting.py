@@ -1,4 +1,4 @@
-"""Splits the text of an answer, as it comes, into thoughts, content and calls of tools."""
+"""Splits the streamed text of an answer into reasoning, content and tool calls."""
 
 import json
 import re
@@ -28,10 +28,11 @@ class _Mode(Enum):
 
 
 class Splitter:
-    """Takes the text of one answer, special tokens included, in pieces.
+    """Splits one answer, fed in pieces with its special tokens.
 
-    tools, thinking: formats to look for; is_thinking: the prompt has begun a thought. ends: texts of EOS tokens, which
-    are no content. is_single: calls after the first are left out. What may be the beginning of a mark is held back.
+    tools, thinking: formats to look for; is_thinking: the prompt ends inside reasoning. ends: texts of EOS tokens,
+    which are dropped. is_single: calls after the first are dropped. Text that may be the beginning of a mark is held
+    back.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class Splitter:
         self._next = regex.compile(tools.next_header) if tools and tools.next_header else None
         self._mode = _Mode.THOUGHT if is_thinking else _Mode.TEXT
         self._rest = ""
-        self._has_content = self._strips = False  # after a mark, space is dropped
+        self._has_content = self._strips = False  # whitespace after a mark is dropped
         self._scan = JSONScan()
         self._num_calls = 0
 
     def feed(self, text: str, is_last: bool) -> list[Part]:
-        """Return the parts that have become certain; all the rest with the last piece."""
+        """Return the parts that became final; with the last piece, all of the rest."""
         self._rest += text
         if is_last:
             end = next((end for end in self._ends if self._rest.endswith(end)), "")
@@ -68,7 +69,7 @@ class Splitter:
 
     @property
     def has_calls(self) -> bool:
-        """Return whether parts have calls, the last one of which is whole: a stop string may end its arguments."""
+        """Return whether there are calls and the last one is complete: a stop string may cut its arguments."""
         is_left_out = self._is_single and self._num_calls > 1
         return self._num_calls > 0 and (is_left_out or self._mode is not _Mode.ARGUMENTS)
 
@@ -160,7 +161,7 @@ class Splitter:
 
 
 class JSONScan:
-    """Finds the end of one JSON value, within an object or a list, that comes in pieces."""
+    """Finds the end of one JSON value inside an object or a list, fed in pieces."""
 
     def __init__(self) -> None:
         self.is_over = self.is_begun = False
@@ -182,7 +183,7 @@ class JSONScan:
                 self._is_string = True
             elif character in "{[":
                 self._depth += 1
-            elif character in ",}]" and not self._depth:  # what the value is within
+            elif character in ",}]" and not self._depth:  # of the enclosing object or list
                 self.is_over = True
                 return i
             elif character in "}]":
@@ -194,7 +195,7 @@ class JSONScan:
 
 
 def gemma_arguments(text: str) -> str:
-    """Return FunctionGemma's arguments, {key:<escape>text<escape>,other:5}, as JSON; as they are if they are not."""
+    """Convert FunctionGemma's arguments, {key:<escape>text<escape>,other:5}, to JSON; malformed ones are kept."""
     quoted = re.split("<escape>", text)
     plain = [re.sub(r"([{,]\s*)([\w-]+)\s*:", r'\1"\2":', piece) for piece in quoted[::2]]
     strings = [json.dumps(piece) for piece in quoted[1::2]]

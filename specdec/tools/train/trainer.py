@@ -207,7 +207,7 @@ class LossWatch:
         self._first = torch.zeros((), dtype=torch.int64, device=device)  # 0: none
 
     def note(self, step: int, loss: torch.Tensor) -> None:
-        """Take note of the loss, a scalar, of step number `step`."""
+        """Record the loss, a scalar, of step number `step`."""
         self._first += step * (~loss.isfinite() & (self._first == 0))
 
     def check(self, step: int, weights: Iterable[torch.Tensor], held_out: Iterable[float] = ()) -> None:

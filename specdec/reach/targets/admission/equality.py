@@ -152,7 +152,7 @@ def _texts(vocab_size: int, device: torch.device) -> tuple[list[torch.Tensor], t
 
 
 def _row(prompts: list[torch.Tensor], nodes: torch.Tensor, request: int, path: tuple[int, ...]) -> torch.Tensor:
-    """Return a row [LENGTH] of the batch: a prompt, a path, and then what nobody looks at."""
+    """Return a row [LENGTH] of the batch: a prompt, a path, and padding."""
     text = torch.cat([prompts[request], nodes[request, list(path)]])
     return torch.cat([text, text[: LENGTH - text.numel()]])
 

@@ -84,8 +84,8 @@ def has_blocks(module: Any) -> bool:
 
 @torch.no_grad()
 def pack(model: PreTrainedModel) -> None:
-    """Let quantised layers do what they do in their first forward: bitsandbytes packs weights for a CPU then, and must
-    not do so within `torch.inference_mode`; compressed-tensors decompresses all weights."""
+    """Run the one-time work of quantised layers' first forward: bitsandbytes packs weights for a CPU, which must not
+    happen within `torch.inference_mode`; compressed-tensors decompresses all weights."""
     like = model.get_input_embeddings().weight
     if hasattr(model, "ct_decompress_hook"):
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=like.device), use_cache=False)
@@ -105,7 +105,7 @@ def pack_layers(layers: Iterable[Any], like: torch.Tensor) -> None:
 
 
 def stand_ins(model: nn.Module) -> AbstractContextManager[None]:
-    """Let quantised layers, and experts in FP8, multiply by plain random matrices of their shape within the context."""
+    """Replace quantised layers, and experts in FP8, by plain random matrices of their shape within the context."""
     plain = {m: partial(_plain_product, m.out_features, m.in_features) for m in quantised_linears(model)}
     experts: list[Any] = [m for m in model.modules() if is_kind(m, "FP8Experts")]
     plain |= {m: partial(_plain_experts, m.num_experts) for m in experts}

@@ -102,7 +102,7 @@ def _measurement(name: str) -> str:
 
 
 def _imposed(records: Sequence[Record]) -> str:
-    """Say of which files weights are random and acceptance is imposed; "" if of none."""
+    """Name the files with random weights and imposed acceptance; "" if there are none."""
     speed = [record for record in records if record.name.startswith(("latency", "peers"))]
     found = [r.name for r in speed if "--shape" in str(r.about.get("command")) or "acceptance" in _config(r.about)]
     of = "" if len(found) == len(records) else f" in {', '.join(found)}"
