@@ -21,6 +21,8 @@ from specdec.tools.serve.process import shared_fairly
 from specdec.tools.serve.server import app_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds that an idle connection stays open: longer than clients keep one (httpx: 5), so that no request meets its end.
+KEEP_ALIVE = 30
 
 
 class ApiServer:
@@ -120,7 +122,9 @@ def served(
         app = app_of(client, lambda: nullcontext(channel), name, max_waiting, log=file, on_lost=leave, **options)
         # `Intake` fails requests after `grace`; uvicorn closes connections only after this later limit.
         limit = int(grace) + 3
-        server = Server(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=limit))
+        server = Server(
+            uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=limit, timeout_keep_alive=KEEP_ALIVE)
+        )
         until_the_end.enter_context(shared_fairly("cpu"))
         for number in SIGNALS:  # the server sends itself the signal again when it has ended
             signal.signal(number, lambda *_: None)
