@@ -265,6 +265,21 @@ def test_bits_of_packed_products_depend_on_neither_rows_nor_tiles(is_nf4, activa
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
+def test_features_of_all_mantissas_are_quantised_as_by_a_division(dtype, bits):
+    """By scales of all mantissas, too, and for all exponents of FP8."""
+    count = 2**bits
+    mantissas = 1 + torch.arange(count, device=DEVICE) / count
+    largest = 256 * mantissas[:, None, None]
+    for exponent in range(-13, 8):
+        features = F.pad(mantissas * 2.0**exponent, (0, -count % 127)).view(1, -1, 127)
+        x = torch.cat([largest.expand(-1, features.shape[1], -1), features.expand(count, -1, -1)], -1)
+        x = x.flatten(1).to(dtype)
+        ours, twin = fp8.quantise(x, False), fp8.quantise.twin(x, False)
+        assert ours[0].view(torch.uint8).equal(twin[0].view(torch.uint8)) and ours[1].equal(twin[1])
+
+
+@pytest.mark.gpu
 def test_kernels_that_start_early_read_nothing_before_its_time(monkeypatch):
     words, scales = packed.pack(*int4(2048, 2048, 128, torch.bfloat16, has_zeros=True))
     wide, wide_scale = blocks(2048, 2048)
@@ -274,6 +289,7 @@ def test_kernels_that_start_early_read_nothing_before_its_time(monkeypatch):
         for _ in range(8):
             y = packed.packed_linear(norms.rms_norm(x, scale, *settings), [words] * 2, [scales] * 2, [], "silu")
             y = packed.packed_linear(y, [words], [scales], [])
+            y = packed.packed_linear(norms.rms_norm(y, scale, *settings), [words] * 3, [scales] * 3, [])[:, 2048:4096]
             values, row_scales, total = norms.add_rms_norm_fp8(y, x, scale, *settings, False)
             y = fp8.fp8_linear(values, row_scales, [wide], [wide_scale], [], x.dtype)
             gated = fp8.gated_linear_fp8(*fp8.quantise(y, False), [wide] * 2, [wide_scale] * 2, [], x.dtype, "silu")
