@@ -161,9 +161,10 @@ class Engine:
             if owner is not None:
                 owner.used_by = weakref.ref(self)
 
-    def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
+    def generate(self, prompts: Any = None, **options: Any) -> GenerationOutput:
         """Generate for one prompt or a ragged batch: text, chats or token ids, see `core.text.inputs.prompts_to_ids`.
 
+        `generate(**tokenizer(...))` works as in `model.generate`: input_ids= in place of prompts, and attention_mask=.
         If the model takes images, a prompt can also be its processor's output (`generate(processor(...))`, or
         input_ids with pixel_values= and the like) or a chat with image parts (`attach(tokenizer=processor)`); a list
         can mix all kinds.
@@ -201,7 +202,7 @@ class Engine:
                     request.decode()
         return output_of(requests, time.perf_counter() - start)
 
-    def stream(self, prompt: Any, **options: Any) -> Generator[str, None, RequestOutput]:
+    def stream(self, prompt: Any = None, **options: Any) -> Generator[str, None, RequestOutput]:
         """Yield the text of ONE prompt as it becomes certain; the options are those of `generate`.
 
         The generator's return value is the RequestOutput. Closing it early frees the request's slots. Several streams
@@ -209,7 +210,7 @@ class Engine:
         """
         return self._stream(self._one_request("stream", prompt, options))
 
-    async def agenerate(self, prompts: Any, **options: Any) -> GenerationOutput:
+    async def agenerate(self, prompts: Any = None, **options: Any) -> GenerationOutput:
         """Do what `generate` does without blocking the event loop; cancelling the task frees its KV pages."""
         requests, start = await asyncio.to_thread(self._requests, prompts, **options), time.perf_counter()
         async with aclosing(self._driven().run(self._attached().call(requests, wants_tokens=False))) as run:
@@ -218,7 +219,7 @@ class Engine:
                     request.decode()
         return output_of(requests, time.perf_counter() - start)
 
-    def astream(self, prompt: Any, **options: Any) -> AsyncGenerator[str, None]:
+    def astream(self, prompt: Any = None, **options: Any) -> AsyncGenerator[str, None]:
         """Yield the text of ONE prompt as it becomes certain: `async for piece in engine.astream(prompt)`.
 
         The options are those of `generate`. Closing the generator (`contextlib.aclosing`), or cancelling the task that
@@ -239,7 +240,7 @@ class Engine:
         """
         return score(self._attached(), self.tokenizer, self.processor, prompts, continuations, adapter)
 
-    def submit(self, prompts: Any, **options: Any) -> list[Request]:
+    def submit(self, prompts: Any = None, **options: Any) -> list[Request]:
         """Queue a request for every prompt, for callers that step the engine themselves: servers, benches.
 
         Prompts, options and errors are those of `generate`. A request has `tokens`, `finish_reason` (None until it is
@@ -422,6 +423,10 @@ class Engine:
             raise ValueError(f"{caller}() takes one prompt, got {len(requests)}; use {batch}() for a batch")
         return requests
 
-    def _requests(self, prompts: Any, **options: Any) -> list[Request]:
+    def _requests(self, prompts: Any, input_ids: Any = None, **options: Any) -> list[Request]:
         """Return checked requests that are not queued yet; the options are those of `generate`."""
+        if input_ids is not None:
+            if prompts is not None:
+                raise ValueError("input_ids: there are prompts already; give one of the two")
+            prompts = input_ids
         return make_requests(self._attached(), self.tokenizer, self.processor, prompts, **options)

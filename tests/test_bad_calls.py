@@ -109,6 +109,7 @@ OPTIONS = [
     ({"min_new_tokens": "a"}, "min_new_tokens='a': expected an integer from 0"),
     ({"min_length": 2.5}, "min_length=2.5"),
     ({"attention_mask": [[1, 1, 1]]}, "attention_mask has rows of [3] values, input_ids of [2]"),
+    ({"input_ids": [[1, 1]]}, "input_ids: there are prompts already; give one of the two"),
     # names
     ({"max_tokens": 5}, "max_tokens=5: generate() has no such option: .*; did you mean max_new_tokens?"),
     ({"max_completion_tokens": 5}, "did you mean max_new_tokens?"),

@@ -92,6 +92,7 @@ def test_padded_batches_and_inputs_by_name(models, kind):
     inputs = {name: value for name, value in batch.items() if name not in ("input_ids", "attention_mask")}
     with specdec.attach(model, algo="lookup", num_steps=2, **ON) as engine:
         out = engine.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **inputs, **OPTIONS)
+        assert engine.generate(**batch, **OPTIONS).tokens == out.tokens
         assert out.tokens == [expected[0], expected[2]]
         with engine.install():
             (beside,) = engine.submit(prompts[0], **OPTIONS)
