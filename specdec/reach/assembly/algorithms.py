@@ -1,4 +1,4 @@
-"""The table of draft algorithms. A new one is a worker in a file of its own and a row here."""
+"""The table of draft algorithms. A new algorithm is a worker in its own file and a row here."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _OTHERS = (
 
 
 def algorithms() -> Mapping[str, Algorithm]:
-    """Return every algorithm by name: a head of each format, and the others."""
+    """Return every algorithm by name: those of head formats, and the others."""
     heads = [Algorithm(AlgoSpec(row.algo, row.features, row.id_shift), _head_worker) for row in formats().values()]
     return {row.spec.name: row for row in (*heads, *_OTHERS)}
 

@@ -1,4 +1,4 @@
-"""The arguments of `attach`: refused by name before any work, and made into an EngineConfig."""
+"""Checks the arguments of `attach` before any work, refuses them by name, and builds the EngineConfig."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -36,7 +36,8 @@ def engine_config(target: PreTrainedModel, algo: str | None, settings: dict[str,
 
 
 def advised(target: PreTrainedModel, draft: Any, opened: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return `settings` with what the draft's folder advises about drafting, where the target is on a GPU.
+    """Return `settings` completed by the drafting settings that the draft's folder recommends, if the target is on a
+    GPU.
 
     opened: the files of `draft`, if it is a head's checkpoint. CheckpointError for advice that cannot be read.
     """
@@ -74,7 +75,7 @@ def _without_wrapper(wrapped: Any) -> PreTrainedModel:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise ValueError for what cannot turn ids into text, such as a tokenizer's name."""
+    """Raise ValueError for objects that cannot decode ids, such as a tokenizer's name."""
     if tokenizer is not None and (isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None))):
         name = repr(str(tokenizer)) if isinstance(tokenizer, str | Path) else "..."
         raise ValueError(
@@ -92,7 +93,7 @@ def processor_of(given: Any) -> tuple[Any, Any]:
 
 
 def check_adapters(adapters: Any) -> None:
-    """Raise ValueError for what does not name adapters, or the folder of each."""
+    """Raise ValueError unless `adapters` lists names, or maps names to folders or Hub ids."""
     names = list(adapters) if isinstance(adapters, Sequence | Mapping) and not isinstance(adapters, str) else [None]
     sources = adapters.values() if isinstance(adapters, Mapping) else ()
     if not all(isinstance(n, str) and n for n in names) or not all(isinstance(s, str | Path) for s in sources):

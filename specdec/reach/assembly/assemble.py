@@ -1,4 +1,4 @@
-"""Putting an engine together: which draft, which backends, whether it fits the device, and the core of all parts."""
+"""Assembles an engine: picks draft and backends, checks that all fits the device, and builds the core."""
 
 from dataclasses import replace
 from functools import partial
@@ -50,11 +50,11 @@ from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.shape import position_limit
 from specdec.reach.targets.standalone import load_standalone
 
-Source = str | Path | nn.Module | TensorFiles  # of a draft, as `resolve_draft` gives it
+Source = str | Path | nn.Module | TensorFiles  # a draft, as `resolve_draft` returns it
 
 
 def resolve_draft(draft: Any, algo: str | None) -> tuple[str | None, Any]:
-    """The algorithm's name, and the draft, whose files are open if it is a head's checkpoint.
+    """Return the algorithm's name and the draft; if that is a head's checkpoint, as opened files.
 
     Every contradiction between `draft` and `algo` is an error.
     """
@@ -98,11 +98,11 @@ def assemble(
     tokenizer: Any,
     ranks: Ranks | None = None,
 ) -> tuple[Core, str, str]:
-    """The core of an engine, its graphs captured, why it runs on the backend it does, and `Report.bits`. ranks: of a
-    sharded target.
+    """Return an engine's core with captured graphs, the reason for its backend, and `Report.bits`. ranks: of a sharded
+    target.
 
-    ValueError, CheckpointError, CapacityError or GraphError for what cannot be put together; AttachError for a kernel
-    that is wrong, under check_kernels.
+    ValueError, CheckpointError, CapacityError or GraphError if the parts do not fit together; AttachError for a wrong
+    kernel, under check_kernels.
     """
     _check_length(config, target, "model")
     if config.logprobs is not None and config.logprobs > target.spec.vocab_size:
@@ -187,7 +187,7 @@ def _assemble(
 
 
 def _grammars(config: EngineConfig, target: HFTarget, tokenizer: Any, ranks: Ranks | None) -> Compiler | None:
-    """Return what compiles grammars, if requests may have one; ValueError if they cannot."""
+    """Return the grammar compiler, None without `config.grammar`; ValueError if grammars are not supported here."""
     if config.grammar is None:
         return None
     if ranks is not None:
@@ -247,7 +247,7 @@ def _context(
 def _row_states(
     model: Draft | None, config: EngineConfig, max_tail: int, backend: type[AttentionBackend]
 ) -> tuple[LayerState, ...]:
-    """Make what recurrent layers of a model keep; heads have none."""
+    """Make the states of a model's recurrent layers; heads have none."""
     if not isinstance(model, HFTarget):
         return ()
     return model.row_states(config.num_rows, max_tail, pick_recurrent(backend.capabilities), config.num_kept_states)

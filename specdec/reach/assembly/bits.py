@@ -1,8 +1,8 @@
 """Compares the bits of the target's forwards on the device: the same tokens in plain steps of one request, in batches,
-chains or trees, and prompts prefilled alone, together, in parts and by a step.
+chains or trees, and in prompts prefilled alone, together, in chunks and by a plain step.
 
-Where all are equal, a text does not depend on what ran beside it, nor on what drafted it. Where some are not, their
-forwards run again op by op, each op on the inputs that it had in the other forward, and those that differ are named.
+If all are equal, a text depends neither on its batch nor on its draft. Forwards that differ run again op by op, each op
+on its inputs from the other forward, and the ops that differ are named.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +21,8 @@ from specdec.core.engine.core import Core
 from specdec.graphs.shapes import batch_buckets
 from specdec.reach.assembly.op_bits import Case, Rows, Shared, bits_of, differing_ops
 
-CONTEXTS = (1100, 5, 70)  # tokens of the requests, fewer where fewer fit: the first one's keys fill several chunks
-STEPS = 3  # plain steps of each
+CONTEXTS = (1100, 5, 70)  # tokens of the requests, fewer if the pool is small: the first one's keys fill several chunks
+STEPS = 3  # plain steps per request
 NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
@@ -57,7 +57,10 @@ def check_bits(core: Core) -> str:
 
 
 def _compare(cases: Iterable[Case], others: str) -> str:
-    """Return `check_bits`: ops once, and of every kind of forward the sizes that differ; others: if no op does."""
+    """Return the result of `check_bits`: the ops that differ, each with its kinds of forward and their sizes.
+
+    others: stands for the ops of a forward in which none was found to differ.
+    """
     known: dict[Callable[..., Rows], Rows] = {}
     sizes: dict[str, list[str]] = {}
     ops: dict[str, list[str]] = {}
@@ -87,7 +90,7 @@ class _Forwards:
         self._context = replace(core.context, on_forward=lambda mode: None)
         pool = core.context.state_pool
         self._states = [] if pool is None else [layer.state for layer in pool.layers]
-        self._reached: dict[int, list[torch.Tensor]] = {}  # those of each text, once it is prefilled
+        self._reached: dict[int, list[torch.Tensor]] = {}  # recurrent states of each text after its prefill
         page, tail = core.config.page_size, core.config.tail_reserve
         num = min(len(CONTEXTS), core.config.max_batch)
         span = min(self._table.shape[1], core.slot_tables.num_pages // num * page)
@@ -103,7 +106,7 @@ class _Forwards:
         self._table[: len(self.lens), :span] = (first + torch.arange(span, device=core.device)).int()
 
     def cases(self) -> Iterator[Case]:
-        """Yield what is compared, in an order in which each finds the K/V that it needs."""
+        """Yield the comparisons, ordered so that each finds the K/V it needs."""
         lens, places = self.lens, range(len(self.lens))
         alone = [partial(self._prefill, [i], [0], [n]) for i, n in enumerate(lens)]
         for i, n in enumerate(lens):
@@ -180,7 +183,7 @@ class _Forwards:
         return self._layers(metadata, torch.cat(ids), within)
 
     def _reach(self, rows: Sequence[int], starts: Sequence[int]) -> None:
-        """Bring what recurrent layers keep of `rows` to `starts`: by a prefill of the text, and steps behind it."""
+        """Advance the recurrent states of `rows` to `starts`: by a prefill of the text, then plain steps."""
         for row, start in zip(rows, starts, strict=True) if self._states else ():
             num = min(start, self.lens[row]) if row < len(self.lens) else 0
             if num and start > num:

@@ -1,8 +1,8 @@
 """Compares the kernels that an engine will run with their torch twins (`check_kernels`), on its device and model sizes.
 
-`targets.admission.equality` compares our route with the model's own forward on the twins, and tests see some sizes,
-GPUs and versions of Triton. What is compiled elsewhere may be wrong all the same, without an error. Attention,
-recurrent layers and products with experts are checked; trees, sampling and placement are left to tests.
+`targets.admission.equality` compares our route with the model's own forward on the twins, and tests cover some sizes,
+GPUs and Triton versions only. A kernel compiled elsewhere may still be wrong without an error. Attention, recurrent
+layers and expert matmuls are checked here; trees, sampling and placement only by tests.
 """
 
 from collections.abc import Iterator
@@ -53,8 +53,8 @@ def _compile(checks: list[Check]) -> None:
 
 
 def _backend_checks(parts: Parts) -> Iterator[Check]:
-    """Yield checks of attention, but for torch's, and of recurrent layers, of the target and of a draft with layers: in
-    the forwards that they run."""
+    """Yield the checks of the target and of a draft with layers: of attention, unless torch computes it, and of
+    recurrent layers, in the forwards that they run."""
     config, worker, dtype = parts.config, parts.worker, parts.target.dtype
     verify = Tail(config.verify_width, config.tree_words)
     cases = [(parts.context, dtype, [verify], verify)]

@@ -77,8 +77,8 @@ def check_fits(needs: Mapping[str, tuple[int, str]], resident: Mapping[str, int]
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the device bytes free for new tensors, unused bytes of the allocator included; of a CPU all bytes, since
-    what others use may be given back; None where it is unknown."""
+    """Return the device bytes free for new tensors, including unused bytes of the allocator. On a CPU all bytes, since
+    other processes may free theirs; None if unknown."""
     if device.type == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type != "cuda":

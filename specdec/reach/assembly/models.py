@@ -30,7 +30,8 @@ class HFModels:
         self._later: list[Comparison] = []
 
     def compile(self) -> None:
-        """Compile what `config` wants; a model that does not trace runs as it is, its prefills "breakable"."""
+        """Compile the layers that `config` selects; a model that does not trace runs uncompiled, its prefills
+        "breakable"."""
         self._compile(self._later)
 
     def _compile(self, later: list[Comparison] | None) -> None:

@@ -1,7 +1,7 @@
-"""A draft's output head of its own, so that it is small: it scores frequent tokens only (FR-Spec, arXiv 2502.14856), or
-its weights are quantised.
+"""A smaller output head for a draft: over frequent tokens only (FR-Spec, arXiv 2502.14856), or with quantised weights.
 
-What a draft never proposes costs a rejected position where it is due, and nothing else: the target verifies as before.
+A token that the draft cannot propose costs a rejected position where it is due, and nothing else: the target verifies
+as before.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ def narrow_head(
     config: EngineConfig, draft: DraftHead | Target | Assistant | None, target: Target
 ) -> NarrowHead | None:
     """Return the output head of `draft` over the tokens of `EngineConfig.draft_vocab`, with the weights of
-    `draft_weights`; None where neither changes it.
+    `draft_weights`; None if neither changes it.
 
-    ValueError for ids that the target does not have, too few that the draft scores, a draft without a model, and output
-    heads that do more than multiply (scaling, softcaps), which rows alone cannot stand for. Ranks that share `target`
+    ValueError for ids that the target does not have, for too few ids that the draft scores, for a draft without a
+    model, and for output heads with scaling or softcaps, which rows alone cannot represent. Ranks that share `target`
     all call it.
     """
     if config.draft_vocab is None and config.draft_weights is None:
@@ -68,7 +68,7 @@ def _places(config: EngineConfig, scored: torch.Tensor, target: Target) -> torch
     if wanted is None:
         return torch.arange(len(scored), device=scored.device)
     if isinstance(wanted, int):
-        ends = scored.new_tensor(eos_ids_of(target.model))  # which drafts should be able to propose
+        ends = scored.new_tensor(eos_ids_of(target.model))  # drafts should be able to propose these
         is_wanted = (scored < wanted) | torch.isin(scored, ends)
     else:
         strange = [i for i in wanted or () if i >= size]

@@ -1,7 +1,8 @@
-"""Names the ops that give other bits in one forward than in another for tokens that both have.
+"""Names the ops whose results differ in bits between two forwards, for tokens that both have.
 
-The first forward is recorded: what every op got and gave. In the second one each op gets the recorded bits for these
-tokens, so what differs in what it gives is its own doing. What compiled pieces do between ops is seen where it arrives.
+The inputs and outputs of every op in the first forward are recorded. In the second forward each op gets the recorded
+inputs for these tokens, so it causes any difference in its outputs itself. Differences from compiled code between ops
+show in the inputs of the next op.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Rows = torch.Tensor  # [T, ...], a row a token
+Rows = torch.Tensor  # [T, ...], a row per token
 
-SHORT = 256  # tokens of forwards that are recorded: all that their ops got and gave is kept
-MOST = 3  # forwards that are recorded for one
+SHORT = 256  # most tokens of recorded forwards: inputs and outputs of all their ops are kept
+MOST = 3  # most recorded forwards per case
 PRODUCTS = (
     "mm",
     "addmm",
@@ -41,7 +42,8 @@ KINDS = {
 
 
 class Shared(NamedTuple):
-    """Tokens that two forwards have: `num` from `begin` on of the `of` of the first, from `own` on in the second."""
+    """Tokens shared by two forwards: `num` from `begin` on among the first one's `of`, and from `own` on in the
+    second."""
 
     first: Callable[..., Rows]
     of: int
@@ -51,9 +53,9 @@ class Shared(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A forward of `num_tokens` tokens, and all that is compared of it.
+    """A forward of `num_tokens` tokens, and the tokens it shares with others.
 
-    what, size: in words. run, as `Shared.first`, runs layers and head within a context that it gets as `within`.
+    what, size: its kind and size, as text. run, like `Shared.first`, runs layers and head within the context `within`.
     """
 
     what: str
@@ -70,7 +72,7 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Recording(TorchDispatchMode):
-    """Keeps of each op that runs its name and copies of the floats by token that it got, then of those it gave."""
+    """Records the name of each op, with copies of its float inputs, then outputs, that have a token dimension."""
 
     def __init__(self, num_tokens: int):
         super().__init__()
@@ -89,7 +91,8 @@ class _Recording(TorchDispatchMode):
 
 
 class _Comparing(TorchDispatchMode):
-    """Gives each op the floats of the recorded forwards; found: by op, whether what it gives differs, on the device."""
+    """Replaces the float inputs and outputs of each op by the recorded ones; found: by op, whether they differed, on
+    the device."""
 
     def __init__(self, case: Case, known: Sequence[Sequence[tuple[str, list[torch.Tensor | None]]]]):
         super().__init__()
@@ -108,11 +111,12 @@ class _Comparing(TorchDispatchMode):
         return out
 
     def _has_parted(self, name: str) -> bool:
-        """Return whether the other forwards ran another op here, or none: from there on nothing can be compared."""
+        """Return whether a recorded forward ran another op here, or none: nothing after that can be compared."""
         return any(self._num_ops >= len(ops) or ops[self._num_ops][0] != name for ops in self._known)
 
     def _compare(self, name: str, begin: int, found: list[torch.Tensor]) -> None:
-        """Compare floats that an op got or gave with those recorded from `begin` on, and put the latter there."""
+        """Compare an op's float inputs or outputs with those recorded from `begin` on, and overwrite them with the
+        latter."""
         for shared, ops in zip(self._case.shared, self._known, strict=True):
             for own, first in zip(found, ops[self._num_ops][1][begin:], strict=False):
                 pair = None if first is None else _shared_parts(own, first, self._case.num_tokens, shared)
@@ -128,7 +132,8 @@ def _floats(values: Any) -> list[torch.Tensor]:
 def _shared_parts(
     own: torch.Tensor, first: torch.Tensor, num_tokens: int, shared: Shared
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the shared tokens' parts of tensors of two forwards; None if they do not go by token, or are expanded."""
+    """Return the shared tokens' parts of tensors of two forwards; None without a token dimension, or if `own` is
+    expanded."""
     if own.dim() != first.dim():
         return None
     shapes = [
@@ -141,7 +146,7 @@ def _shared_parts(
 
 
 def _kind_of(name: str, got: list[torch.Tensor], gave: list[torch.Tensor]) -> str:
-    """Return an op's kind in words; a product's with the weight's size [N, K]."""
+    """Return the kind of an op; for matmuls with the weight's size [N, K]."""
     if name in PRODUCTS and gave:
         rows = got[name == "addmm"]
         return f"products of [{gave[0].shape[-1]}, {rows.shape[-1]}]"
@@ -149,7 +154,8 @@ def _kind_of(name: str, got: list[torch.Tensor], gave: list[torch.Tensor]) -> st
 
 
 def differing_ops(case: Case) -> list[str]:
-    """Run the forwards of `case` again, first those that it is compared with; empty where they are long."""
+    """Run the forwards of `case` again, first those it is compared with, and name the ops that differ; [] for long
+    ones."""
     case = case._replace(shared=case.shared[:MOST])
     if sum(shared.of for shared in case.shared) > SHORT or case.num_tokens > SHORT:
         return []

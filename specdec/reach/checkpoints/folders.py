@@ -64,7 +64,7 @@ def download(repo: str, name: str) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Read the JSON object in the file `name` of `folder`; CheckpointError if it is missing or is none."""
+    """Read the JSON object in the file `name` of `folder`; CheckpointError if it is missing or not an object."""
     path = folder / name
     if not path.is_file():
         raise CheckpointError(str(folder), [f"there is no {name}"])
@@ -90,8 +90,8 @@ def read_weight_map(folder: Path, name: str) -> dict[str, str]:
 
 
 def _is_inside(folder: Path, name: Any) -> bool:
-    """Return whether `name` is that of a file below `folder`. The file itself may be a link, as all are in Hub
-    snapshots; the folders on the way may not lead out."""
+    """Return whether `name` is a file below `folder`. The file itself may be a link, as all are in Hub snapshots; the
+    folders in its path may not lead out."""
     try:
         return isinstance(name, str) and (folder / name).parent.resolve().is_relative_to(folder.resolve())
     except (ValueError, OSError, RuntimeError):  # a NUL in it, a link to itself

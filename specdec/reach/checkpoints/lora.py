@@ -19,12 +19,12 @@ from specdec.reach.checkpoints.tensors import TensorFiles
 CONFIG = "adapter_config.json"
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
-# Settings of a LoraConfig that make it more than low-rank products beside linear layers.
+# Settings of a LoraConfig that add more than low-rank products to linear layers.
 MORE = (
     *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
     *("layer_replication", "alora_invocation_tokens"),
 )
-# Beginnings of `init_lora_weights` with which PEFT changes the model's own weights when it loads an adapter.
+# Prefixes of `init_lora_weights` with which PEFT changes the model's own weights when it loads an adapter.
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 CURE = "merge it into a copy of the model (merge_and_unload), and attach to that"
 

@@ -46,7 +46,7 @@ def check_free(folder: str | Path, overwrite: bool, also: Sequence[str] = ()) ->
 
 
 def check_place(path: Path) -> None:
-    """Raise ValueError if a parent folder of `path` is a file, or the folder that takes it is not ours to write."""
+    """Raise ValueError if a parent folder of `path` is a file, or the folder that would hold it is not writable."""
     whole = path.absolute()
     nearest = whole if whole.is_dir() else next(parent for parent in whole.parents if parent.exists())
     if not nearest.is_dir():
@@ -63,8 +63,8 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return `tensors`, copies of those that share memory with others: tied ones are stored as often as they are named,
-    since readers look for every name, and safetensors refuses them."""
+    """Return `tensors`, with copies of those that share memory with others: tied ones are stored under each of their
+    names, since readers look for every name, and safetensors refuses shared memory."""
     places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     many = Counter(places.values())
     return {name: t.clone() if many[places[name]] > 1 else t for name, t in tensors.items()}
@@ -103,7 +103,7 @@ def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def _share(folder: Path) -> None:
-    """Give all files in `folder` the mode that new files have here; safetensors makes its own for their owner alone."""
+    """Give all files in `folder` the mode of new files here; safetensors makes its own readable by the owner only."""
     probe = folder / ".probe"
     probe.touch()
     mode = probe.stat().st_mode

@@ -1,1 +1,1 @@
-"""Libraries of matchers behind the contracts of `specdec.core.grammar.matcher`, and the bytes of tokens."""
+"""Grammar libraries behind the interfaces of `specdec.core.grammar.matcher`, and the bytes of tokens."""

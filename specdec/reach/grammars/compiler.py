@@ -1,4 +1,4 @@
-"""Makes compilers: picks the library, and keeps what was compiled by its text."""
+"""Makes grammar compilers: picks the library and caches compiled grammars by their text."""
 
 import importlib.metadata
 import importlib.util
@@ -20,7 +20,7 @@ MOST_KEPT = 512  # compiled grammars
 
 
 def installed_library(name: str) -> str | None:
-    """Return the library that `name` stands for, if it is installed, and jsonschema, which checks schemas first."""
+    """Return the library that `name` selects, if it and jsonschema, which first checks schemas, are installed."""
     fitting = (n for n in LIBRARIES if name in (n, "auto") and _is_installed(n))
     return next(fitting, None)
 
@@ -32,10 +32,10 @@ def _is_installed(library: str) -> bool:
 
 
 def make_compiler(name: str, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> "CachedCompiler":
-    """Return the compiler `name` ("auto": the first library that is installed) for a tokenizer and a model's V.
+    """Return the compiler `name` ("auto": the first installed library) for a tokenizer and a model's vocabulary size V.
 
-    ValueError without the library, a tokenizer, or EOS ids. The library is imported and told the vocabulary when the
-    first grammar comes.
+    ValueError without the library, a tokenizer, or EOS ids. The first grammar imports the library and gives it the
+    vocabulary.
     """
     library = installed_library(name)
     if library is None:
@@ -54,14 +54,14 @@ def make_compiler(name: str, tokenizer: Any, vocab_size: int, eos_ids: frozenset
 
 
 class Library(Protocol):
-    """A library that knows its vocabulary."""
+    """A library with its vocabulary."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """ValueError names what is wrong."""
 
 
 class CachedCompiler:
-    """A `specdec.core.grammar.matcher.Compiler` over one library; the grammars used last are kept."""
+    """A `specdec.core.grammar.matcher.Compiler` over one library; it caches the grammars used last."""
 
     def __init__(self, name: str, vocabulary: Callable[[], Vocabulary], eos_ids: frozenset[int]):
         self.name = name
@@ -91,7 +91,7 @@ class CachedCompiler:
 
 
 def open_library(name: str, vocabulary: Vocabulary) -> Library:
-    """Import the library `name` and tell it the vocabulary."""
+    """Import the library `name` and give it the vocabulary."""
     if name == "llguidance":
         from specdec.reach.grammars.llguidance import LLGuidance
 
@@ -102,7 +102,7 @@ def open_library(name: str, vocabulary: Vocabulary) -> Library:
 
 
 def check_schemas(grammar: Grammar) -> None:
-    """Raise ValueError that names the place at which a JSON schema is none."""
+    """Raise ValueError that names the place at which a JSON schema is invalid."""
     if grammar.kind not in ("json", "structural_tag"):
         return
     from jsonschema.exceptions import SchemaError

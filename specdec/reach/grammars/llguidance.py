@@ -14,7 +14,7 @@ from specdec.reach.grammars.vocabulary import Vocabulary
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LENGTHS = ("{1,3}", "{1,6}", "{1,10}", "{1,16}", "{1,30}", "+")
-# Of a schema that asks for more, an error comes at once: about a tenth of a second of work.
+# A schema that asks for more raises an error at once; these limits allow about a tenth of a second of work.
 LIMITS = {
     "initial_lexer_fuel": 2_000_000,
     "max_grammar_size": 200_000,
@@ -42,7 +42,7 @@ class LLGuidance:
         """ValueError names the kind of grammar and what the library says of it."""
         try:
             source = source_of(grammar)
-        except Exception as error:  # GBNF is converted in Python, and mistakes have no type of their own
+        except Exception as error:  # GBNF is converted in Python, and its errors have no type of their own
             raise ValueError(f"{grammar.kind}: {error}") from None
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
@@ -62,7 +62,7 @@ class _Tokens:
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
-            raise TypeError("text, not bytes")  # how the library finds out what to give
+            raise TypeError("text, not bytes")  # the library finds out in this way that it must pass bytes
         return self._encode(text)
 
 
@@ -78,26 +78,26 @@ class Compiled:
 
 
 class LLGMatcher:
-    """See `specdec.core.grammar.matcher.Matcher`. beginning: what is forced at each place of a text, as far as it all
-    is: the same for all texts of a grammar.
+    """See `specdec.core.grammar.matcher.Matcher`. beginning: the forced tokens at each place of a text, while all of it
+    is forced; shared by all texts of a grammar.
 
-    The library (1.9.1) keeps its last mask, and after a rollback may give it out for another state. So a matcher goes
-    back over masks by a copy from before them, and otherwise has copies compute them.
+    The library (1.9.1) keeps its last mask, and after a rollback may return it for another state. So a matcher returns
+    to a copy from before such masks instead of rolling back over them, and otherwise computes masks in copies.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, beginning: dict[int, list[int]] | None):
         self.library = matcher
         self._beginning = beginning
-        self._forced: list[list[int] | None] = [None]  # after every token that it has taken; None: not known
+        self._forced: list[list[int] | None] = [None]  # after every accepted token; None: not known
         self._before: llguidance.LLMatcher | None = None  # a copy from before the last masks of a chain
-        self._since: list[int] = []  # tokens taken since
+        self._since: list[int] = []  # tokens accepted since
 
     def fill(self, mask: np.ndarray) -> bool:
         return self._fill(mask, mask.__array_interface__["data"][0], by_copy=True)
 
     def _fill(self, mask: np.ndarray, address: int, by_copy: bool = False) -> bool:
-        """See `fill`; address: of the mask, which takes 1.5 µs to ask for."""
-        if forced := self.forced():  # a mask of one token, which the library would read the forced text again for
+        """See `fill`; address: of the mask, since reading it takes 1.5 µs."""
+        if forced := self.forced():  # a mask of one token; the library would parse the forced text again
             mask.fill(0)
             mask.view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
             return True
@@ -153,13 +153,13 @@ class LLGMatcher:
             self.library.rollback(num)
 
     def forced(self) -> list[int]:
-        # One token after another: a forced text is read once, which takes as long as a mask.
+        # Token by token: a forced text is parsed once, which takes as long as a mask.
         known = self._forced[-1]
         if known is None:
             place, shared = len(self._forced), self._beginning
             known = shared.get(place) if shared else None
             if known is None:
-                # Whether there are bytes is known at once; their tokens take as long as a mask.
+                # It is known at once whether bytes are forced; computing their tokens takes as long as a mask.
                 known = self.library.compute_ff_tokens() if self.library.compute_ff_bytes() else []
                 if shared is not None:
                     shared[place] = known
@@ -172,7 +172,7 @@ class LLGMatcher:
 
 
 def source_of(grammar: Grammar) -> str:
-    """Return the grammar in the library's own form."""
+    """Return the grammar in the library's own format."""
     value: Any = grammar.value
     overrides: Any = {"whitespace_flexible": True} if grammar.any_whitespace else ONE_LINE
     if grammar.kind == "json_object":
@@ -182,7 +182,7 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(value)
     if grammar.kind == "choice":
-        value = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))  # one item of the parser, not as many
+        value = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))  # one item of the parser instead of many
     if grammar.kind == "ebnf":
         if re.search(r"(?m)^\s*start\s*::=", value):
             value = START.sub(lambda m: m[1] or "specdec-start", value)
@@ -194,7 +194,7 @@ def source_of(grammar: Grammar) -> str:
 
 
 def _character(escape: re.Match[str]) -> str:
-    """Return what stands for an escape in Lark: the library (1.9.1) drops the zeros of \\u00e9."""
+    """Return an escape as Lark text: the library (1.9.1) drops the zeros of \\u00e9."""
     digits = escape[1] or escape[2]
     code = int(digits, 16) if digits else -1
     if not 0 <= code < 0x110000 or 0xD800 <= code < 0xE000:
@@ -203,11 +203,11 @@ def _character(escape: re.Match[str]) -> str:
 
 
 def _schema(value: Any) -> Mapping[str, Any]:
-    """Return a schema as an object, which options can be given to."""
+    """Return a schema as an object, to which options can be added."""
     return value if isinstance(value, Mapping) else ({} if value else {"allOf": [False]})
 
 
 def _tag(part: Mapping[str, Any], triggers: list[str], options: Mapping[str, Any]) -> llguidance.StructTag:
-    trigger = min((t for t in triggers if part["begin"].startswith(t)), key=len)  # a longer one would never be reached
+    trigger = min((t for t in triggers if part["begin"].startswith(t)), key=len)  # a longer one would never be matched
     schema = {**_schema(part["schema"]), "x-guidance": options}
     return llguidance.StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"])

@@ -1,8 +1,8 @@
-"""Compiles grammars in a process of its own first: one that takes too long, or breaks the library, ends that process.
+"""Compiles grammars in a separate process first: one that takes too long, or breaks the library, ends that process.
 
 Limits of libraries bound most grammars, but not all: intersections of patterns can take hours, and chains of a few
-thousand rules overflow the stack. Such a process runs `main`: it reads grammars, one a line, and answers each with what
-is wrong, "" if nothing is. It imports neither torch nor transformers.
+thousand rules overflow the stack. The process runs `main`: it reads one grammar per line, and answers each with its
+error, or "". It imports neither torch nor transformers.
 """
 
 import json
@@ -21,16 +21,16 @@ from specdec.core.grammar.grammar import Grammar
 from specdec.core.grammar.matcher import CompiledGrammar
 from specdec.reach.grammars.vocabulary import Vocabulary
 
-SECONDS = 5.0  # that compiling may take
+SECONDS = 5.0  # limit for compiling
 BYTES = 4 << 30  # address space of a process, besides what Python takes
-STACK = 4 << 20  # bytes, half of what threads usually have
+STACK = 4 << 20  # bytes, half of a thread's usual stack
 MOST_IDLE = 8  # processes
 
 
 class Trials:
-    """Processes that try grammars of one library; each serves a caller at a time. Threads may share it.
+    """Processes that try grammars of one library; each serves one caller at a time. Threads may share them.
 
-    They know no more of `vocabulary` than its special tokens, which grammars may name.
+    They know only the special tokens of `vocabulary`, which grammars may name.
     """
 
     def __init__(self, library: str, vocabulary: Vocabulary, seconds: float = SECONDS):
@@ -42,7 +42,7 @@ class Trials:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def check(self, grammar: Grammar) -> None:
-        """Raise ValueError for a grammar that is wrong, takes too long, or breaks the library."""
+        """Raise ValueError for a grammar that is invalid, takes too long, or breaks the library."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is None or process.poll() is not None:
@@ -67,7 +67,7 @@ class Trials:
             _end(process)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        # The path is set after Python has started: a types.py beside the caller's script is not Python's own.
+        # Set the path after Python has started: else a types.py beside the caller's script would replace Python's own.
         code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from {__name__} import main; main()"
         command, env = [sys.executable, "-c", code, self._library], {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -76,13 +76,13 @@ class Trials:
         with suppress(BrokenPipeError):
             process.stdin.write(self._facts)
             process.stdin.flush()
-        if not process.stdout.readline():  # it says when it is ready: starting takes longer than compiling
+        if not process.stdout.readline():  # it reports when it is ready: starting takes longer than compiling
             raise RuntimeError(f"{sys.executable} starts no process that tries grammars of {self._library}")
         return process
 
 
 def _ask(process: "subprocess.Popen[bytes]", line: str, seconds: float) -> str | None:
-    """Return the answer of a process to a line; None if there is none in time."""
+    """Return a process's answer to a line; None if it takes too long."""
     assert process.stdin is not None and process.stdout is not None
     with suppress(BrokenPipeError), DefaultSelector() as selector:
         process.stdin.write(line.encode() + b"\n")
@@ -117,7 +117,7 @@ def _answer(compile_: Callable[[Grammar], CompiledGrammar]) -> None:
 
 
 def _of_bytes(size: int, special: dict[str, str], eos: list[int]) -> Vocabulary:
-    """Return a vocabulary of `size` tokens with those that are `special`, by id, whose others are a byte each."""
+    """Return a vocabulary of `size` tokens with the `special` ones, by id; the others are one byte each."""
     names = {int(i): name.encode() for i, name in special.items()}
     plain = [i for i in range(max(size, 256 + len(names))) if i not in names]
     ids = dict(zip(range(256), plain, strict=False))  # by byte
@@ -128,7 +128,7 @@ def _of_bytes(size: int, special: dict[str, str], eos: list[int]) -> Vocabulary:
 
 
 def main() -> None:
-    """Serve as the process that tries grammars of the library in `sys.argv[1]`."""
+    """Run the process that tries grammars of the library in `sys.argv[1]`."""
     from specdec.reach.grammars.compiler import open_library
 
     with suppress(ImportError, OSError):  # Linux has both

@@ -1,4 +1,4 @@
-"""The bytes of every token of a tokenizer, as matchers need them."""
+"""The bytes of every token of a tokenizer, as grammar matchers need them."""
 
 import json
 from collections.abc import Callable
@@ -7,15 +7,15 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-MOST_ENCODED = 2**14  # texts that a grammar forces, and their tokens, that are kept
+MOST_ENCODED = 2**14  # most texts forced by grammars whose tokens are cached
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """tokens: the bytes of ids 0..V-1, of special ones their name; special_ids: ids that are never text.
+    """tokens: the bytes of ids 0..V-1, for special ones their names; special_ids: ids that are never text.
 
-    encode: text, the continuation of another, to ids without special tokens; what was encoded is kept, since grammars
-    force the same texts again and again. eos_ids: what ends a text.
+    encode: maps a text that continues another to ids without special tokens; results are cached, since grammars force
+    the same texts again and again. eos_ids: ids that end a text.
     """
 
     tokens: list[bytes]
@@ -27,7 +27,7 @@ class Vocabulary:
     def of(cls, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> "Vocabulary":
         """Read a fast tokenizer of transformers; ids that it does not have, up to the model's V, are special.
 
-        ValueError for tokenizers whose tokens' bytes are not known: slow ones.
+        ValueError for slow tokenizers, whose tokens' bytes are unknown.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -50,8 +50,8 @@ class Vocabulary:
 
 
 class _Encoder:
-    """Encodes text that continues another: its tokens spell its bytes, which tokenizers that put a space first, or
-    normalise, do not see to."""
+    """Encodes text that continues another, so that the tokens spell exactly its bytes; tokenizers that prepend a space
+    or normalise do not ensure that."""
 
     def __init__(self, tokenizer: Any, tokens: list[bytes]):
         self._tokenizer, self._tokens = tokenizer, tokens

@@ -1,4 +1,4 @@
-"""Matchers of xgrammar (extra "xgrammar"): pushdown automata with masks made when a grammar is compiled."""
+"""Matchers of xgrammar (extra "xgrammar"): pushdown automata whose masks are prepared when a grammar is compiled."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ class XGrammar:
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary, self._encode = vocabulary, vocabulary.encode
         special = self._special = frozenset(vocabulary.special_ids)
-        # To the library the name of a special token is its text, which users do not see; it never takes empty ones.
+        # The library takes a special token's name for its text, which users do not see; it never accepts empty tokens.
         self._compiler = self._compiler_of([b"" if i in special else t for i, t in enumerate(vocabulary.tokens)])
 
     @cached_property
     def _lark_compiler(self) -> Any:
-        """Knows special tokens by their names and ids."""
+        """Return a compiler that knows special tokens by name and id."""
         return self._compiler_of(self._vocabulary.tokens)
 
     def _compiler_of(self, tokens: list[bytes]) -> Any:
@@ -61,7 +61,7 @@ class XGrammar:
 
 
 class Compiled:
-    """A compiled grammar. refused: tokens that it never allows, of which the library would warn."""
+    """A compiled grammar. refused: tokens that it never allows, about which the library would warn."""
 
     def __init__(self, compiled: Any, encode: Any, refused: frozenset[int]):
         self._compiled, self._encode, self._refused = compiled, encode, refused

@@ -88,7 +88,7 @@ class HotVocabHead(LlamaLikeHead):
 
 
 class BatchInvariantLinear(nn.Linear):
-    """A linear layer outside of what is traced, computed by `specdec::linear` where no gradient is needed."""
+    """A linear layer outside traced code, computed by `specdec::linear` unless gradients are needed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., K] to [..., N]."""

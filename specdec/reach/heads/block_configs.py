@@ -59,7 +59,7 @@ def _mask_token(files: HeadFiles, said: Mapping[str, Any], vocab_size: int) -> i
 
 
 def _is_causal(files: HeadFiles, said: Mapping[str, Any], slides: bool) -> bool:
-    """Return whether rows of a block see only those before them. What files leave out follows from the layers: readers
+    """Return whether rows of a block see only those before them. Without the key it follows from the layers: readers
     take sliding ones as causal, others as bidirectional."""
     stated = [said[key] for key in ("causal", "is_causal", "causal_head") if said.get(key) is not None]
     if not stated and said.get("sliding_window_non_causal") and slides:

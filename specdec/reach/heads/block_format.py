@@ -18,7 +18,7 @@ _NAMES = ("fc.", "hidden_norm.", "norm.", "layers.", "lm_head.", "embed_tokens."
 _PREFIXES = (*same(*_NAMES, "d2t", "t2d"), *(("model." + name, name) for name in _NAMES))
 DFLASH = Layout("dflash", "block", r"(model\.)?hidden_norm\.weight$", _PREFIXES)
 SPECULATORS = replace(DFLASH, name="speculators-block")
-CONFIDENCE = "confidence_head."  # of DSpark: says when to stop; `num_steps="auto"` measures that
+CONFIDENCE = "confidence_head."  # of DSpark: predicts when to stop; `num_steps="auto"` measures that instead
 
 
 def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:

@@ -17,7 +17,7 @@ from specdec.reach.heads.files import HeadFiles
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"  # of EAGLE-3: as files count layers
 AUX_LAYERS = "specdec_aux_layers"  # our own: indices of the layers whose output is read, unambiguously
 OWN_KEY = "specdec_nextn"  # our own: fields of NextNConfig that differ from its defaults
-MOST_DIM = 1 << 16  # of a head: far above any, and few enough for the tables that check its rope
+MOST_DIM = 1 << 16  # of a head: far above any real one, and small enough for the tables that check its rope
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # that a layer cannot do without
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from specdec.reach.checkpoints.replacing import write_text
 
 FILE = Path("custom_generate", "generate.py")
-# The import is in `try` because transformers would else look for it itself, and advise another package's name.
+# The import is in `try` because otherwise transformers would look for it and advise another package's name.
 TEXT = '''"""Decodes with the draft in this folder: the text of `model.generate`, in fewer steps of the model.
 
     model.generate(**inputs, custom_generate=FOLDER_OR_HUB_ID, trust_remote_code=True)
@@ -30,7 +30,7 @@ def generate(model, **arguments):
 
 
 def write_custom_generate(folder: str | Path) -> None:
-    """Write custom_generate/generate.py into the folder of a draft, in place of an older one."""
+    """Write custom_generate/generate.py into the folder of a draft, replacing an older one."""
     path = Path(folder) / FILE
     path.parent.mkdir(exist_ok=True)
     write_text(path, TEXT)

@@ -60,7 +60,7 @@ def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
 
 
 def hot_maps(files: HeadFiles, head: HotVocabHead) -> Tensors:
-    """Read d2t and t2d, as far as they are there; what is wrong with them goes into `files.problems`."""
+    """Read d2t and t2d, if present; their problems are added to `files.problems`."""
     maps = files.read([n for n in ("d2t", "t2d") if files.shape(n) == tuple(head.get_buffer(n).shape)])
     if head.d2t.shape[0] == head.vocab_size:
         files.problems += full_vocab_problems(maps.get("d2t"), maps.get("t2d"))
@@ -72,8 +72,8 @@ def hot_maps(files: HeadFiles, head: HotVocabHead) -> Tensors:
 def hot_tensors(
     files: HeadFiles, head: HotVocabHead, wanted: list[str], maps: Tensors, target: TargetShape | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a head, `wanted` of which the files have, and the maps d2t and t2d; lm_head, if it has one,
-    in the target's order where it scores all tokens."""
+    """Yield a head's tensors: those of `wanted` that the files have, the maps d2t and t2d, and its lm_head, if it has
+    one, in the target's order if it scores all tokens."""
     yield from files.items([name for name in wanted if name not in (LM_HEAD, "d2t", "t2d")])
     order, scored = None, head.d2t.shape[0]
     if scored == head.vocab_size:

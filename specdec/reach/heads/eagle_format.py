@@ -30,7 +30,7 @@ def read(
 
 
 def _config(files: HeadFiles) -> EagleConfig | None:
-    """Read config.json. `bias` of fc is true where it does not say, as in the official reader; fc.bias must agree."""
+    """Read config.json. `bias` of fc defaults to true, as in the official reader; fc.bias must agree."""
     if not is_sound(files, files.raw):
         return None
     has_bias = files.flag("bias", "fc.bias", absent=True)

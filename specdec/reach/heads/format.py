@@ -61,7 +61,7 @@ def renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str | None:
 
 
 def same(*prefixes: str) -> tuple[tuple[str, str], ...]:
-    """Return pairs of prefixes that are the same in files and in our names."""
+    """Return pairs of prefixes that are equal in files and in our names."""
     return tuple((p, p) for p in prefixes)
 
 

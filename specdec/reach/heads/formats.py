@@ -1,4 +1,4 @@
-"""The table of head formats, and the detection of a checkpoint's layout. Another format is a file and a row here."""
+"""The table of head formats, and the detection of a checkpoint's layout. To add a format, add a file and a row here."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ WHOLE_MODEL = Layout(
     prefixes=(),
 )
 
-# Before all others: between its projections it looks like a causal LM.
+# Before all others, since it has a causal LM's tensors between its projections.
 ASSISTANTS = Layout(name=ASSISTANT, algo=ASSISTANT, mark=r"(pre|post)_projection\.", prefixes=())
 
 

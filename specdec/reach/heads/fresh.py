@@ -23,7 +23,7 @@ from specdec.reach.targets.shape import TargetShape, decoder_of, vocab_size_of
 DRAFT_VOCAB = 8192  # tokens that a head scores by default
 FC_NOISE = 1e-3  # std; small beside the identity, enough to tell the columns of the other features apart
 MOST_GAIN = 10.0  # largest gain of a norm that undoes another
-MLP_WIDTHS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner")  # what configs call it
+MLP_WIDTHS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner")  # names of it in configs
 QUIET_OUT = 0.1  # share of the usual std for projections that add to the residual stream
 
 
@@ -209,8 +209,8 @@ def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = False) -> Ne
 
 
 def _initialise(module: nn.Module, decoder: Any, seed: int) -> None:
-    """Initialise `module` as transformers does a new model of the decoder's kind: experts, routers and sinks hold
-    whatever lay in memory until then. That draws from torch's own generator, which is left as it was."""
+    """Initialise `module` as transformers does a new model of the decoder's kind; until then experts, routers and sinks
+    are uninitialised memory. That draws from torch's own generator, whose state is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         module.apply(decoder._init_weights)

@@ -59,7 +59,7 @@ def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
     copies: dict[str, str] = {}
     for name in listed:
         ours = renamed(name, pairs)
-        if ours is not None and ours in names:  # MTP layers after the first bring the same embedding and head along
+        if ours is not None and ours in names:  # MTP layers after the first contain the same embedding and head again
             copies[name] = ours
         elif ours is not None:
             names[ours] = name

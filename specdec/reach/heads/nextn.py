@@ -25,7 +25,7 @@ from specdec.reach.targets.shape import LAST, vocab_size_of
 from specdec.reach.targets.taps import hidden_of
 
 SHARED = "shared_kv_states"  # an argument of Gemma 4's layers
-IMPLEMENTATION = "specdec_head"  # attention of a head's layers: calls what its attention module was handed
+IMPLEMENTATION = "specdec_head"  # attention of a head's layers: calls the `attend` that its attention module was given
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class NextNConfig:
 def _handed_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
 ) -> tuple[torch.Tensor, None]:
-    """Route HF's attention call, q/k/v [B, heads, T, dim], to the callable of the forward in flight."""
+    """Route HF's attention call, q/k/v [B, heads, T, dim], to the callable of the current forward."""
     spec = attention_spec(q, k, v, kw)
     heads_last = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return module.specdec_attend(*heads_last, spec, kw.get("s_aux")), None  # type: ignore[operator]

@@ -105,7 +105,7 @@ def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
 
 
 def _tensors(files: HeadFiles, parts: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the head's tensors. parts: what is stored of each an expert at a time, nothing of those stored as one."""
+    """Yield the head's tensors. parts: of each tensor that is stored per expert, the stored ones; {} for the others."""
     for name, own in parts.items():
         yield name, fuse_experts(name, files.read(list(own))) if own else files.read([name])[name]
 

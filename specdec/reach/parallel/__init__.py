@@ -1,1 +1,1 @@
-"""Replaces transformers' tensor parallelism by plain tensors and collectives of ours while an engine is attached."""
+"""Replaces transformers' tensor parallelism by plain tensors and our collectives while an engine is attached."""

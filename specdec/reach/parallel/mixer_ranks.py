@@ -1,9 +1,9 @@
-"""Recurrent layers by heads: while an engine is attached, each rank runs only its own heads of a gated delta rule.
+"""Shards recurrent layers by heads: while an engine is attached, each rank runs its own heads of a gated delta rule.
 
-HF's plans gather what goes into such a layer, and what comes out: every rank runs all of it, and keeps all of its
-state. But heads know nothing of each other before the projection out. So a rank keeps the rows and channels of its key
-heads, and of the value heads that read them, and the columns of the projection out: one sum is left of all collectives.
-Names of weights tell what their rows are; a comparison of outputs checks it. No model is known by name.
+HF's plans gather the inputs and outputs of such a layer: every rank runs all heads and keeps all states. But heads do
+not interact before the output projection. So a rank keeps the rows and channels of its key heads and of the value heads
+that read them, and their columns of the output projection: one all-reduce is left. Names of weights determine the
+layout of their rows; a comparison of outputs checks it. No model is known by name.
 """
 
 import warnings
@@ -23,7 +23,7 @@ COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")  # a
 
 class Cut(NamedTuple):
     """The layout of a weight by heads: along `dim`, in parts whose lengths are attributes of its mixer, each ordered by
-    key head; no parts: all of it is one."""
+    key head; without parts, it is one."""
 
     dim: int = 0
     parts: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Cut(NamedTuple):
 
 _QKV = Cut(0, ("key_dim", "key_dim", "value_dim"))
 _INNER = {"conv1d.weight": _QKV, "A_log": Cut(), "dt_bias": Cut(), "out_proj.weight": Cut(1)}
-FORMS: tuple[Mapping[str, Cut], ...] = (  # all weights of a mixer, but a norm within heads
+FORMS: tuple[Mapping[str, Cut], ...] = (  # all weights of a mixer, except a norm within heads
     {"in_proj_qkvz.weight": Cut(), "in_proj_ba.weight": Cut(), **_INNER},  # a key head has its q, k, v and z together
     {
         "in_proj_qkv.weight": _QKV,
@@ -51,8 +51,9 @@ _TOLD = (
 class SharedMixers(Changes):
     """Changes of `share_mixers`, until `restore`.
 
-    parts: by name the weights that must not be written meanwhile: a rank's heads do not see what HF's shards get.
-    wholes: of parameters that are a part of something, that: its writes are counted apart, and checkpoints have it.
+    parts: weights by name that must not be written meanwhile: writes to HF's shards do not reach a rank's heads.
+    wholes: the DTensor of each parameter that is a part of one: its writes are counted separately, and checkpoints
+    store it.
     """
 
     def __init__(self, wholes: Mapping[nn.Parameter, torch.Tensor]) -> None:
@@ -62,7 +63,8 @@ class SharedMixers(Changes):
         self.on_restore(self.parts.clear)
 
     def replace_weight(self, name: str, module: nn.Module, key: str, own: torch.Tensor) -> None:
-        """Replace parameter `key` of `module` by `own`, `name` in all; checkpoints saved meanwhile hold the old one."""
+        """Replace parameter `key` of `module` by `own`, with the full name `name`; checkpoints saved meanwhile have the
+        old one."""
         kept = module.get_parameter(key)
         whole = self.wholes.get(kept, kept)
         module._parameters[key] = new = nn.Parameter(own, requires_grad=kept.requires_grad)
@@ -84,8 +86,8 @@ def _all_rows(rows: torch.Tensor, share: Share) -> torch.Tensor:
 
 @torch.no_grad()
 def share_mixers(model: nn.Module, share: Share, shared: SharedMixers) -> None:
-    """Make each rank run only its own heads of the known mixers of `model`, until `shared.restore()`, which
-    also undoes a call that raised partway. Other mixers keep all their heads.
+    """Make each rank run only its own heads of the known mixers of `model`, until `shared.restore()`, which also undoes
+    a call that raised partway. Other mixers keep all their heads.
 
     model: with plain forwards. If a mixer's outputs change on any rank, all mixers stay as they were, with a warning.
     Every rank calls this at the same point.
@@ -98,8 +100,8 @@ def share_mixers(model: nn.Module, share: Share, shared: SharedMixers) -> None:
 
 
 def form_of(module: nn.Module, size: int) -> Mapping[str, Cut]:
-    """Return how the weights of `module` are cut for so many ranks; nothing if it is no mixer whose heads so many can
-    share. What its forwards are is not asked."""
+    """Return how to cut the weights of `module` for `size` ranks; {} unless it is a mixer whose heads they can share.
+    Its forwards are not checked."""
     names = {name for name, _ in module.named_parameters()} - WITHIN
     if not all(count in vars(module) for count in COUNTS) or vars(module)["num_k_heads"] % size:
         return {}
@@ -107,18 +109,18 @@ def form_of(module: nn.Module, size: int) -> Mapping[str, Cut]:
 
 
 def _cuts(module: nn.Module, size: int) -> Mapping[str, Cut]:
-    """Return how the weights of `module` are cut; nothing if it cannot be shared, or is not gathered."""
+    """Return how to cut the weights of `module`; {} if it cannot be shared, or is not gathered."""
     cuts = form_of(module, size)
     return cuts if all(is_gathered_linear(child) for child in _projections(module, cuts).values()) else {}
 
 
 def _projections(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:
-    """Return the projections of a mixer by their weights' names, the one out last."""
+    """Return the projections of a mixer by their weights' names, the output projection last."""
     return {name: module.get_submodule(name.removesuffix(".weight")) for name in cuts if "proj" in name}
 
 
 def _share(name: str, module: nn.Module, cuts: Mapping[str, Cut], share: Share, shared: SharedMixers) -> bool:
-    """Cut the mixer `module`, named `name`; return whether it gives what it gave before."""
+    """Cut the mixer `module`, named `name`; return whether its outputs stay the same."""
     projections = _projections(module, cuts)
     weight = module.get_parameter(next(iter(projections)))
     x = hidden_states(weight.shape[1], weight)
@@ -139,7 +141,7 @@ def _share(name: str, module: nn.Module, cuts: Mapping[str, Cut], share: Share, 
 
 
 def _give_back(module: nn.Module, key: str, kept: nn.Parameter) -> None:
-    """Put `kept` back, on the device and in the dtype of the parameter that replaced it."""
+    """Restore `kept`, on the device and in the dtype of the parameter that replaced it."""
     current = module.get_parameter(key)
     kept.data = kept.data.to(current.device, current.dtype)
     module._parameters[key] = kept
@@ -147,5 +149,5 @@ def _give_back(module: nn.Module, key: str, kept: nn.Parameter) -> None:
 
 
 def show(weights: Mapping[str, torch.Tensor], _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    """Put weights that are not the module's own now into a state dict: a hook of modules."""
+    """Put the original weights into a state dict: a hook of modules whose weights are replaced."""
     state.update({prefix + key: weight.detach() for key, weight in weights.items()})

@@ -1,9 +1,9 @@
-"""HF's tensor parallelism, read and replaced: plain tensors and our collectives while an engine is attached.
+"""HF's tensor parallelism, replaced by plain tensors and our collectives while an engine is attached.
 
-Transformers makes every sharded parameter a DTensor and puts a closure over its style before a module's forward.
+Transformers makes every sharded parameter a DTensor and replaces a module's forward by a closure over its style.
 Neither can be traced, captured or merged. `plain` replaces each DTensor by its local tensor, and each closure by a
-forward that does the same with our collectives; `Sharded.restore` puts both back. So nothing else learns about
-DTensors. It knows no engine: the communicator that the forwards need is its caller's.
+forward that does the same with our collectives; `Sharded.restore` restores both. So no other code handles DTensors. It
+knows no engine: the caller provides the communicator that the forwards need.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from specdec.reach.parallel.mixer_ranks import SharedMixers, share_mixers, show
 from specdec.reach.parallel.styles import HF_STYLES, Forward, Layer, Share, is_sharded, plain_forward
 from specdec.reach.parallel.trials import Changes
 
-CELLS = frozenset({"self", "original_forward", "mesh", "module"})  # what the closures hold there, by name
-OTHER_WAYS = frozenset({"pp", "fsdp"})  # names of HF's meshes that are not of tensor parallelism
+CELLS = frozenset({"self", "original_forward", "mesh", "module"})  # variables of these closures, by name
+OTHER_WAYS = frozenset({"pp", "fsdp"})  # names of HF's meshes for other kinds of parallelism
 _ONLY = "only from_pretrained(..., distributed_config=DistributedConfig(tp_size=n)) is supported"
 
 
@@ -82,9 +82,9 @@ def _dtensors(module: nn.Module) -> dict[str, DTensor]:
 class Sharded(Changes):
     """Replacements that `plain` made in a model, until `restore`.
 
-    While it is in force the local tensor of every DTensor is the very parameter that replaces it. So weights are stored
-    once, and writes to one change the other; but for those of `mixers`, whose parts are others.
-    wholes: the DTensors, by the parameters in their places.
+    Meanwhile the local tensor of every DTensor is the parameter that replaces it. So weights are stored once, and
+    writes to one change the other, except for those of `mixers`, which hold other parts. wholes: the DTensors, by the
+    parameters that replace them.
     """
 
     def __init__(self, share: Share):
@@ -95,7 +95,7 @@ class Sharded(Changes):
 
     @torch.inference_mode(False)
     def restore(self) -> None:
-        """Put HF's parameters, forwards and hooks back. A second call does nothing, or goes on where one failed."""
+        """Restore HF's parameters, forwards and hooks. A second call does nothing, or continues where one failed."""
         self.sums.restore()
         self.mixers.restore()
         super().restore()
@@ -123,7 +123,7 @@ class Sharded(Changes):
                 self.wholes[local] = dtensor
             self.on_restore(_put_back, module, name, dtensor)
             module._parameters[name] = dtensor._local_tensor = local
-        if sharded:  # a checkpoint saved meanwhile has whole weights: HF gathers DTensors, and nothing else
+        if sharded:  # a checkpoint saved meanwhile has whole weights: HF gathers only DTensors
             self.on_restore(module.register_state_dict_post_hook(partial(show, sharded)).remove)
 
 
@@ -132,7 +132,7 @@ def plain(model: nn.Module, name: str) -> Sharded:
     """Replace HF's tensor parallelism in `model`, for which `find_group` returns a group, until `restore`.
 
     name: of the group, as our ops take it; forwards need its Communicator. They are for inference: no gradient passes.
-    Raises AttachError that names every module whose style is not known; `model` is unchanged then.
+    Raises AttachError that names every module whose style is unknown, and leaves `model` unchanged.
     """
     group = find_group(model)
     assert group is not None, "the model is whole; ask find_group() first"
@@ -150,7 +150,7 @@ def plain(model: nn.Module, name: str) -> Sharded:
 
 
 def _forwards(model: nn.Module, share: Share) -> dict[nn.Module, Forward]:
-    """Return the plain forward of every module with a closure. AttachError for those that there is none for."""
+    """Return the plain forward of every module with a closure. AttachError lists those that have none."""
     forwards: dict[nn.Module, Forward] = {}
     reasons: list[str] = []
     for name, module in model.named_modules():
@@ -191,13 +191,13 @@ def _unknown(name: str, module: nn.Module, closure: _Closure) -> str:
 
 
 def _own(local: torch.Tensor) -> torch.Tensor:
-    """Return `local`, or a copy if it is not all of its storage: joining weights needs them on their own."""
+    """Return `local`, or a copy if it is a part of its storage: joining weights needs separate storages."""
     is_all = local.untyped_storage().nbytes() == local.nbytes and local.is_contiguous()
     return local.detach() if is_all else local.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _put_back(module: nn.Module, name: str, dtensor: DTensor) -> None:
-    """Put `dtensor` back as a parameter; the one that replaced it becomes its local tensor."""
+    """Restore `dtensor` as a parameter; the one that replaced it becomes its local tensor."""
     current: Any = module._parameters.get(name)
     if current is dtensor:
         return

@@ -1,7 +1,7 @@
-"""HF's styles of tensor parallelism on local tensors: for each of them the forward that computes the same.
+"""HF's styles of tensor parallelism on local tensors: for each style a forward that computes the same.
 
-Forwards are functions of the modules they stand in, with collectives of ours and nothing else that is distributed: they
-can be traced and captured. A style, or an option of it, that has none here is not known, and `sharded` refuses it.
+Forwards are functions of their modules and use only our collectives, so they can be traced and captured. `sharded`
+refuses styles and options that have no such forward.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A module with a closure, as a style's function sees it."""
+    """A module with a closure, as the function of its style takes it."""
 
     module: nn.Module
     style: Any
@@ -48,14 +48,15 @@ def is_sharded(parameter: object) -> bool:
 
 
 def plain_forward(layer: Layer) -> Forward | None:
-    """Return what does on local tensors what HF's forward of `layer` does; None if its style is not known."""
+    """Return the local-tensor equivalent of HF's forward of `layer`; None if its style is unknown."""
     kind = type(layer.style)
     make = _PLAIN.get(kind.__name__) if kind.__module__ == HF_STYLES else None
     return None if make is None else make(layer)
 
 
 def is_gathered_linear(module: nn.Module) -> bool:
-    """Return whether the plain forward of `module` is a linear layer's, over some of its rows and put side by side."""
+    """Return whether the plain forward of `module` is a linear layer's over some of its rows, whose outputs are
+    gathered."""
     forward = vars(module).get("forward")
     if not isinstance(forward, partial) or forward.func is not _gathered:
         return False
@@ -63,13 +64,13 @@ def is_gathered_linear(module: nn.Module) -> bool:
 
 
 def is_summed(module: nn.Module) -> bool:
-    """Return whether the plain forward of `module` sums what its own gives on a rank's part of the weights."""
+    """Return whether the plain forward of `module` all-reduces the outputs of a rank's part of the weights."""
     forward = vars(module).get("forward")
     return isinstance(forward, partial) and forward.func is _summed
 
 
 def part_forward(module: nn.Module, size: int) -> Forward | None:
-    """Return a forward whose results on `size` ranks add up to that of `module`; None if that does not end in a sum."""
+    """Return a forward whose results on `size` ranks add up to those of `module`; None if it does not end in a sum."""
     forward: Any = vars(module).get("forward")
     kind = forward.func if isinstance(forward, partial) else None
     if kind is _summed:
@@ -80,8 +81,8 @@ def part_forward(module: nn.Module, size: int) -> Forward | None:
     return MethodType(nn.Linear.forward, linear) if linear.bias is None else partial(_row_part, linear, size)
 
 
-# ---- forwards of modules, with the arguments of the module's own last; x is [..., features], the same on all ranks
-# unless it says otherwise
+# ---- forwards of modules, whose own arguments come last; x is [..., features], the same on all ranks unless stated
+# otherwise
 
 
 def _gathered(original: Forward, size: int, group: str, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -93,25 +94,26 @@ def _summed(original: Forward, group: str, *args: Any, **kwargs: Any) -> torch.T
 
 
 def row_linear(module: nn.Linear, group: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the linear product of an x that is cut along its features as the weight is; the bias is added once."""
+    """Return the linear product of an x that is sharded along its features, as the weight is; the bias is added
+    once."""
     out = all_reduce(F.linear(x, module.weight), group)
     return out if module.bias is None else out + module.bias
 
 
 def _row_part(module: nn.Linear, size: int, x: torch.Tensor) -> torch.Tensor:
-    """Return a rank's part of `row_linear`, of the bias, too."""
+    """Return a rank's part of `row_linear`, including the bias."""
     return F.linear(x, module.weight, module.bias / size)
 
 
 def _whole_row_linear(module: nn.Linear, first: int, group: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the same for a whole x; first: where this rank's features begin."""
+    """Return `row_linear` of a whole x; first: this rank's first feature."""
     return row_linear(module, group, x[..., first : first + module.weight.shape[1]])
 
 
 def _vocabulary(
     module: nn.Embedding, original: Forward, first: int, group: str, input_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return the embeddings of input_ids [...]; first: the first id whose row is this rank's."""
+    """Return the embeddings of input_ids [...]; first: the first id of this rank's rows."""
     local = input_ids - first
     is_foreign = (local < 0) | (local >= module.weight.shape[0])
     out = original(local.masked_fill(is_foreign, 0))
@@ -133,7 +135,7 @@ def _local_experts(original: Forward, first: int, count: int, *args: Any, **kwar
     return logits, scores.masked_fill(is_foreign, 0), local.masked_fill(is_foreign, count), *rest
 
 
-# ---- what HF's styles become; None: these options of the style are not known
+# ---- plain forwards of HF's styles; None: these options of the style are not known
 
 
 def _column(layer: Layer) -> Forward | None:
@@ -153,7 +155,7 @@ def _row(layer: Layer) -> Forward | None:
     if isinstance(module, nn.Embedding) and is_whole:
         return partial(_vocabulary, module, layer.original, layer.share.first(module.num_embeddings), layer.share.group)
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return None  # where a bias is added is not known
+        return None  # it is unknown where a bias is added
     if not is_whole and style.input_layouts != Shard(-1):
         return None
     if is_whole:

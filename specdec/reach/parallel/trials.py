@@ -1,4 +1,4 @@
-"""Changes that ranks try on modules together: how to undo them, and whether a module still gives what it gave."""
+"""Changes that ranks try on modules together: undoes them, and checks whether outputs stay the same."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ class Changes:
         self._undo: list[Callable[[], object]] = []
 
     def restore(self) -> None:
-        """Put back what was there, the last first. A second call does nothing, or goes on where one failed."""
+        """Undo the changes, the last first. A second call does nothing, or continues where one failed."""
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
@@ -59,5 +59,5 @@ def is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def any_rank(is_so: bool, group: str, device: torch.device) -> bool:
-    """Return whether `is_so` on any rank of a process group, by its name; all of them ask."""
+    """Return whether `is_so` on any rank of the process group named `group`; all its ranks call this."""
     return bool(all_reduce(torch.tensor([float(is_so)], device=device), group) > 0)
