@@ -1,8 +1,8 @@
 """Assistants of transformers (Gemma 4's): drafts whose layers attend to the K/V of a live target.
 
-The assistant's own code runs, one token a sequence. Its attention calls name a layer of the target's pool: of the
-target's layers of the same type, the last that makes K/V itself. Nothing of the model is changed meanwhile but what
-`Assistant.routed` puts back.
+The assistant's own code runs, one token per sequence. Its attention calls read a layer of the target's pool: of the
+target's layers of the same type, the last that computes its own K/V. `Assistant.routed` changes the model and restores
+it.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def is_assistant(model: nn.Module) -> bool:
 
 
 def unscored_bytes(model: nn.Module) -> int:
-    """Return the bytes of an output head with centroids that a token does not read; 0 of other models."""
+    """Return the bytes of an output head with centroids that scoring one token does not read; 0 for other models."""
     own = getattr(model, "masked_embedding", None) if is_assistant(model) else None
     if own is None:
         return 0
@@ -55,7 +55,8 @@ def load_assistant(draft: str | Path | nn.Module, target: HFTarget, tokenizer: A
 
 
 class Assistant:
-    """A live assistant of `target`; see `core.draft.assistant`. layers, sinks: of the target's pool, as it reads it."""
+    """A live assistant of `target`; see `core.draft.assistant`. layers, sinks: of the target's pool, as the assistant
+    reads it."""
 
     aux_layers = (LAST,)
 
@@ -114,8 +115,8 @@ class Assistant:
         return self.model.post_projection(states)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Map own states [N, h_d] to logits [N, V]; of a head with centroids, tokens of the best ones are scored, and
-        all others are just below the least of them."""
+        """Map own states [N, h_d] to logits [N, V]. A head with centroids scores the tokens of the best centroids; all
+        others get a logit just below the least of these."""
         own, rows = self.model.masked_embedding, self.model.lm_head
         if own is None:
             return rows(states)
@@ -126,7 +127,8 @@ class Assistant:
         return least.expand(-1, self.vocab_size).scatter(1, ids, scores)
 
     def _stand_ins(self, like: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k and v [N, Hkv, 1, dim] in place of those in the pool; ones, so that echoes of them show queries."""
+        """Return k and v [N, Hkv, 1, dim] that stand in for those in the pool: ones, so that outputs of `Echo` depend
+        on the queries."""
         layer, one = self.layers[layer_id], like.new_ones(1)
         shape = (like.shape[0], layer.num_kv_heads, 1)
         return one.expand(*shape, layer.qk_dim), one.expand(*shape, layer.v_dim)
@@ -171,14 +173,14 @@ def _layers_read(model: nn.Module, target: HFTarget) -> dict[str, int]:
 
 
 def _spec(module: Any, read: LayerSpec) -> LayerSpec:
-    """Return the spec of an assistant's attention to K/V that the target's layer `read` made."""
+    """Return the spec of an assistant's attention to K/V of the target's layer `read`."""
     num_heads = module.q_proj.out_features // module.head_dim
     if module.head_dim != read.qk_dim or num_heads % read.num_kv_heads:
         raise ValueError(
             f"the assistant's {module.layer_type} layers have {num_heads} query heads of {module.head_dim}, the "
             f"target's K/V {read.num_kv_heads} heads of {read.qk_dim}; take the assistant made for this target"
         )
-    # Its queries are one position past the last key, and transformers has a window reach that far beside its own width.
+    # Its queries are one position past the last key, and transformers lets a window reach that much further.
     window = None if module.sliding_window is None else module.sliding_window + 1
     return replace(
         read, num_heads=num_heads, scaling=module.scaling, window=window, softcap=None, has_sinks=False, chunk=None
@@ -186,7 +188,8 @@ def _spec(module: Any, read: LayerSpec) -> LayerSpec:
 
 
 def _check(model: Any, target: HFTarget) -> None:
-    """Raise ValueError unless the assistant fits the target's width, dtype and device, and that is whole."""
+    """Raise ValueError unless the assistant fits the target's width, dtype and device, and the target is not
+    sharded."""
     if target.group:
         raise ValueError(
             "the model is sharded, so that ranks hold parts of the K/V that an assistant attends to; take another draft"

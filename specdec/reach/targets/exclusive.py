@@ -1,7 +1,7 @@
 """Mutual exclusion of a live model's two callers: its owner, and the engine, which reroutes its attention.
 
-While an engine is attached, a forward of the model waits until the engine's step is over, and vice versa. A layer that
-gradient checkpointing runs again in a backward pass does so, too.
+While an engine is attached, a forward of the model waits until the engine's step is over, and vice versa. So does a
+layer that gradient checkpointing recomputes in a backward pass.
 """
 
 import threading
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from specdec.reach.targets.overrides import replaced
 from specdec.reach.targets.shape import decoder_of
 
-ATTACHING = threading.RLock()  # held by `attach`: it sets on live models, and on what they share, what it puts back
+ATTACHING = threading.RLock()  # held by `attach`, which sets and restores attributes of live models and shared objects
 _CALL = "_compiled_call_impl"  # called in place of a module's forward and hooks: `module.compile()` sets it
 
 
@@ -50,7 +50,7 @@ def _exclusive(module: nn.Module, turns: AbstractContextManager[Any]) -> Callabl
 
 @contextmanager
 def answering(module: nn.Module, output: Any, check: Callable[[], object] = bool) -> Iterator[None]:
-    """Make this thread's calls of `module` return `output` within the context, whatever is given; no hooks run.
+    """Make this thread's calls of `module` return `output` within the context, whatever their arguments; no hooks run.
 
     check: called first, where the module would have run; may raise.
     """
@@ -67,5 +67,5 @@ def answering(module: nn.Module, output: Any, check: Callable[[], object] = bool
 
 
 def called_by(module: nn.Module, call: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Set what is called in place of `module`'s forward and hooks; copies and pickles of it leave that out."""
-    return replaced([(vars(module), _CALL, call)])  # what `module.compile()` sets meanwhile stays
+    """Replace what is called for `module`'s forward and hooks; copies and pickles of it leave that out."""
+    return replaced([(vars(module), _CALL, call)])  # if `module.compile()` sets it meanwhile, that stays

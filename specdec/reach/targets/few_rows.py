@@ -1,8 +1,9 @@
-"""Products of a few rows on a CPU, as weight times rows transposed where that is faster: plain steps, and small rounds.
+"""Matmuls of a few rows on a CPU, computed as weight times transposed rows where that is faster: plain steps and small
+rounds.
 
 Both ways read the same weights and give the same sums, in another order. Which is faster depends on processor, BLAS
-library and shape, not always as one would think: with torch 2.13 on an AMD EPYC, an output head of 49,152 tokens takes
-10 ms for one row, 35 for three, and 7 transposed (docs/results.md). So it is measured, once a process and shape.
+library and shape, often unexpectedly: with torch 2.13 on an AMD EPYC, an output head of 49,152 tokens takes 10 ms for
+one row, 35 for three, and 7 transposed (docs/results.md). So it is measured, once per process and shape.
 """
 
 import time
@@ -14,17 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-MEASURED = (1, 2, 3, 4, 6, 8)  # rows; those between go as the next of them
-LEAST_SIZE = 1 << 17  # elements of a weight; below, a product takes less than what is around it
-MARGIN = 1.2  # by which the other way must be faster, so that processes agree
-READ_BYTES = 1 << 25  # of weights in turn, which come from memory then, as in a forward
+MEASURED = (1, 2, 3, 4, 6, 8)  # rows; other numbers of rows use the next larger one's result
+LEAST_SIZE = 1 << 17  # elements of a weight; below, a matmul takes less time than the code around it
+MARGIN = 1.2  # how much faster the transposed way must be, so that processes agree
+READ_BYTES = 1 << 25  # of weights in turn, so that they are read from memory, as in a forward
 REPEATS = 3
 
-Ways = tuple[bool, ...]  # by the number of rows, whether they go transposed
+Ways = tuple[bool, ...]  # by the number of rows, whether to multiply transposed
 
 
 class FewRows:
-    """The linear layers in `modules` whose products of a few rows are faster transposed here; none on a GPU."""
+    """The linear layers in `modules` whose matmuls of a few rows are faster transposed on this machine; none on a
+    GPU."""
 
     def __init__(self, modules: Iterable[nn.Module]):
         found = (layer for module in modules for layer in module.modules())
@@ -37,7 +39,7 @@ class FewRows:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within it, those layers multiply that way, but for any whose forward someone else has replaced."""
+        """Use the faster way within the context, except in layers whose forward is already replaced."""
         try:
             for layer, forward in self._forwards.items():
                 layer.__dict__.setdefault("forward", forward)
@@ -62,7 +64,7 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def few_rows(layer: nn.Linear, ways: Ways, x: torch.Tensor) -> torch.Tensor:
-    """Return what `layer` gives of x [..., K], as `ways` has it."""
+    """Compute `layer` on x [..., K], in the way that `ways` has for its number of rows."""
     num_rows = x.numel() // x.shape[-1]
     if num_rows >= len(ways) or not ways[num_rows]:
         return F.linear(x, layer.weight, layer.bias)
@@ -71,8 +73,8 @@ def few_rows(layer: nn.Linear, ways: Ways, x: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return rows [R, K] times weight [N, K] transposed, [R, N] contiguous. One row goes twice: libraries have another
-    routine for a vector, which may be the slower one."""
+    """Return rows [R, K] times weight [N, K] transposed, [R, N] contiguous. One row is computed twice: libraries have
+    another routine for a vector, which may be slower."""
     given = torch.cat((rows, rows)) if len(rows) == 1 else rows
     return (weight @ given.t()).t()[: len(rows)].contiguous()
 
@@ -80,8 +82,8 @@ def transposed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @cache
 @torch.inference_mode()
 def measure(num_columns: int, num_features: int, dtype: torch.dtype, num_threads: int) -> Ways:
-    """Return which numbers of rows are faster transposed with weights [num_columns, num_features] of `dtype`; of large
-    ones, with part of the columns. num_threads: of torch, now."""
+    """Return which numbers of rows are faster transposed with weights [num_columns, num_features] of `dtype`; large
+    ones are measured on part of the columns. num_threads: torch's current number."""
     row_bytes = num_features * dtype.itemsize
     num_columns = min(num_columns, max(1, READ_BYTES // row_bytes))
     num_weights = max(1, READ_BYTES // (num_columns * row_bytes))
@@ -95,7 +97,7 @@ def measure(num_columns: int, num_features: int, dtype: torch.dtype, num_threads
 
 
 def _seconds(product: Callable[[torch.Tensor], object], weights: torch.Tensor) -> float:
-    """Return how long the products with all of `weights` [W, N, K] take, at best."""
+    """Return the best time, in seconds, of the products with all of `weights` [W, N, K]."""
     best = float("inf")
     for _ in range(REPEATS):
         start = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Reads .gguf files as transformers does, but everything once, and quicker: every token of a vocabulary is a field."""
+"""Speeds up transformers' reading of .gguf files, in which every token of a vocabulary is a field: each is parsed
+once."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ _READING = threading.RLock()
 
 @contextmanager
 def gguf_read_once() -> Iterator[None]:
-    """Within it, a .gguf file is parsed once: for one model transformers does so four times, seconds each, and makes
-    the table of tensor names anew for every module. Threads take turns."""
+    """Parse a .gguf file only once within the context: for one model transformers does so four times, seconds each, and
+    rebuilds the table of tensor names for every module. Threads take turns."""
     if find_spec("gguf") is None:
         yield
         return
@@ -35,7 +36,7 @@ def gguf_read_once() -> Iterator[None]:
 
 
 def _quick(reader: type) -> type:
-    """Return a class of readers that cut fields out of a plain array: out of a memory map takes 3 times as long."""
+    """Return a class of readers that slice fields from a plain array: slicing a memory map takes 3 times as long."""
 
     class Reader(reader):
         """A reader of one file."""
@@ -47,7 +48,7 @@ def _quick(reader: type) -> type:
 
 
 def _parsed_once(parse: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return `parse`(value, types) that knows again the arrays it has seen, which the reader keeps."""
+    """Return `parse`(value, types) with a cache for arrays, which the reader keeps alive."""
     known: dict[int, tuple[Any, Any]] = {}
 
     def parsed(value: Any, types: Any) -> Any:

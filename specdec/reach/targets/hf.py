@@ -1,7 +1,7 @@
 """The attach layer: runs a live `transformers` causal LM over our KV pool, and restores it afterwards.
 
-The model's own code runs, packed [1, T], without an HF cache and without masks; only its attention calls, its recurrent
-layers' primitives and its experts' products are routed, and only while we run it: what is set for that is put back.
+The model's own code runs, packed [1, T], without an HF cache and without masks. Only its attention calls, the
+primitives of its recurrent layers and its expert matmuls are routed to our ops, and only while the engine runs it.
 """
 
 import gc
@@ -52,10 +52,10 @@ class HFTarget:
     """A live model, admitted by `probe`, run in two parts: its layers, and the head over the rows that need logits.
 
     aux_layers: indices of layers whose output the draft reads, low to high, or (LAST,) for the last hidden states.
-    compiled: what replaces the live model's layers, if anything, in prefills and in rounds. any_rank: whether something
-    is so on any of the ranks that share the model, which all ask. used_by: returns the engine that runs it, while there
-    is one; set by that engine, which it does not keep alive. lora: adapters that requests choose, if there are some.
-    images: how it reads prompts with images. keeps_latents: whether K/V of attention over latents is kept as such.
+    compiled: replaces the live model's layers, in prefills and in rounds. any_rank: returns whether something is so on
+    any rank of a sharded model; all ranks call it. used_by: returns the engine that runs the model, or None; the engine
+    sets it, and is not kept alive by it. lora: adapters that requests choose, if any. images: embeds prompts with
+    images. keeps_latents: whether K/V of attention over latents is stored as latents.
     """
 
     any_rank: Callable[[bool], bool] = staticmethod(bool)
@@ -65,13 +65,13 @@ class HFTarget:
     def __init__(
         self, model: PreTrainedModel, join: Callable[[Communicator], None] | None = None, keeps_latents: bool = True
     ):
-        """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other.
+        """join: gets a sharded model's communicator before it is used, so that its ranks can wait for each other.
 
-        keeps_latents: see the class; never of a sharded model, whose ranks have heads of their own.
+        keeps_latents: see the class; always off for a sharded model, whose ranks have their own heads.
         """
         self.model = model
         if is_attached(model):
-            gc.collect()  # an unreferenced engine may be waiting for it
+            gc.collect()  # an unreferenced engine may not have been collected yet
         if is_attached(model):
             raise AttachError(type(model).__name__, [ATTACHED_ALREADY])
         self.comm: Communicator | None = None
@@ -96,11 +96,11 @@ class HFTarget:
         if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
-        self._reads_end = False  # whether the draft reads what depends on the last attention
+        self._reads_end = False  # whether the draft reads results that depend on the last attention
         self._taps = Taps()
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._last_position: int | None = None
-        self._no_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)  # that a stubbed decoder does not read
+        self._no_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)  # not read by a stubbed decoder
         warn_of_low_precision(model)
         self.route = Route(model, self.spec)
         self.images = Images(model, self.spec)
@@ -137,9 +137,8 @@ class HFTarget:
 
     @property
     def settle(self) -> Callable[[], None] | None:
-        """Return a function that waits for the device, and raises RankError where another rank is gone that
-        the device waits for; None for a whole model. A device that is given too much meanwhile stops the host for good.
-        """
+        """Return a function that waits for the device, and raises RankError if a rank is gone that the device waits
+        for; None for a model that is not sharded. Queueing too much work meanwhile would block the host for good."""
         return self.comm.settle if self.comm is not None else None
 
     @torch.inference_mode()
@@ -209,7 +208,7 @@ class HFTarget:
     def embedded_layers(
         self, chunk: EmbeddedChunk, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run what `layers` does, by the live layers, on the tokens of a prefill with images; positions [N]."""
+        """Run `layers` with the live layers, on the tokens of a prefill with images; positions [N]."""
         given = {**self._placed(positions), "inputs_embeds": chunk.embeds.unsqueeze(0)}
         if chunk.positions is not None:
             given["position_ids"] = chunk.positions.unsqueeze(1)
@@ -229,7 +228,7 @@ class HFTarget:
         self._reads_end = LAST in aux_layers or any(i >= attends[-1] for i in aux_layers)
 
     def run_layers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This is what gets traced."""
+        """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This function is traced."""
         return self._run({"input_ids": input_ids.unsqueeze(0), **self._placed(positions)})
 
     def _run(self, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -238,11 +237,11 @@ class HFTarget:
         return out.last_hidden_state[0].to(self.dtype), aux
 
     def _placed(self, positions: torch.Tensor) -> dict[str, Any]:
-        """Return the arguments by which the live model gets to know `positions` [T]."""
+        """Return the arguments that pass `positions` [T] to the live model."""
         arguments: dict[str, Any] = {"past_key_values": Positions(positions)} if self.spec.counts_positions else {}
         if self.spec.takes_positions:
             return {"position_ids": positions.unsqueeze(0), **arguments}
-        # Without a mask it would make one as long as the cache and the text.
+        # Without a mask it would build one as long as the cache and the text.
         return {"attention_mask": torch.ones_like(positions).unsqueeze(0), **arguments}
 
     @property
@@ -257,7 +256,7 @@ class HFTarget:
             yield
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
+        """Map last hidden states [N, h] to logits [N, V], including the model's scaling and softcap."""
         ids = self._no_ids.expand(1, hidden.shape[0])
         with self.route.only_head(hidden.unsqueeze(0)):
             return self.model._call_impl(input_ids=ids, use_cache=False).logits[0]  # past what `model.compile()` set
@@ -283,12 +282,12 @@ class HFTarget:
         self.compiled.clear()
 
     def detach(self) -> None:
-        """Remove our marks and restore the model. A second call does nothing, or goes on where the first failed."""
+        """Remove our marks and restore the model. A second call does nothing, or continues where the first failed."""
         self.drop_compiled()
         self._restore()
 
     def _restore(self) -> None:
-        """Take our marks away, and give a sharded model its own forwards and parameters again."""
+        """Remove our marks, and restore the forwards and parameters of a sharded model."""
         for module in self.model.modules():
             # Wrappers of PEFT (modules_to_save) pass on the marks of the module that they hold.
             if ATTACHED in vars(module) and owner_of(module) is self:

@@ -1,7 +1,7 @@
-"""Prompts with images, as a live model's own code hands them to its layers.
+"""Prompts with images, as a live model's own code passes them to its layers.
 
 The model runs outside our route, with the caller's inputs: vision tower, projector, merging and positions are its own.
-Its stack of layers is answered by an exception, and what it was called with is an `EmbeddedPrompt` for each row.
+The call of its stack of layers raises, and its arguments become an `EmbeddedPrompt` for each row.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from specdec.reach.targets.admission.probe import ModelSpec
 from specdec.reach.targets.exclusive import called_by
 from specdec.reach.targets.overrides import ConfigViews, evaluating
 
-# Arguments of a stack that change nothing here: it runs without a cache, and gives what we ask for.
+# Arguments of a stack without effect here: it runs without a cache, and its outputs are chosen by us.
 IGNORED = frozenset(
     {"past_key_values", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
     | {"logits_to_keep"}
 )
-# Arguments of a model's forward that are no inputs of a prompt's.
+# Arguments of a model's forward that are not inputs of a prompt.
 TEXT = IGNORED | {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "kwargs"}
-DELTAS = "rope_deltas"  # attribute where models keep how far images have moved positions
+DELTAS = "rope_deltas"  # attribute in which models keep how far images have moved positions
 GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
 
@@ -50,7 +50,7 @@ class Images:
         self._windows = sorted({layer.window for layer in spec.layers if layer.window is not None})
         names = frozenset(inspect.signature(model.forward).parameters)
         self.names = names - TEXT if any(name.startswith("pixel_values") for name in names) else frozenset()
-        # Those around the stack, which make its masks: in a form that can be read.
+        # Modules around the stack, which build its masks: in a form that can be read.
         self._around = [m for m in model.modules() if m is not spec.stack and any(s is spec.stack for s in m.modules())]
         self._moving = [vars(module) for module in self._around if DELTAS in vars(module)]
         self.moves_positions = bool(self._moving)
@@ -58,9 +58,9 @@ class Images:
 
     @torch.inference_mode()
     def embed(self, inputs: Mapping[str, Any], wants_keys: bool) -> list[EmbeddedPrompt | None]:
-        """Return what the layers get of each row of `inputs`, None for rows that are text alone.
+        """Return the inputs of the layers for each row of `inputs`, None for rows of text alone.
 
-        inputs: input_ids [B, T], attention_mask [B, T] and those that the model's forward takes. wants_keys: see
+        inputs: input_ids [B, T], attention_mask [B, T] and other arguments of the model's forward. wants_keys: see
         `EmbeddedPrompt.keys`. ValueError for inputs that the model, or the engine, does not know.
         """
         given, ids, keep = self._given(inputs)
@@ -96,7 +96,7 @@ class Images:
         return found
 
     def _given(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-        """Return the arguments of the model's forward, ids [B, T] int64, and which of them count."""
+        """Return the arguments of the model's forward, ids [B, T] int64, and a mask of the ids that are not padding."""
         device, dtype = self._model.get_input_embeddings().weight.device, self._model.dtype
         given = {name: value for name, value in inputs.items() if value is not None}
         for name, value in given.items():
@@ -119,7 +119,7 @@ class Images:
         return given, ids, mask.bool()
 
     def _call(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Call the model with `given`, and return what its stack is called with."""
+        """Call the model with `given`, and return the arguments of its stack."""
         views = ConfigViews(self._around, "eager")
         deltas = [(own, own[DELTAS]) for own in self._moving]
         with views.shown(), evaluating(self._model, list(self._model.modules())), _catching(self._stack) as caught:
@@ -138,7 +138,8 @@ class Images:
         raise ValueError(f"{self._name} did not call its layers")
 
     def _place(self, own: EmbeddedPrompt, positions: torch.Tensor | None, row: int, kept: torch.Tensor) -> None:
-        """Set rotary positions, where the model gives the stack several a token; others must be those of text."""
+        """Set rotary positions, if the model gives the stack several per token; other positions must be those of
+        text."""
         if positions is None:
             return
         num = len(own.embeds)
@@ -174,8 +175,8 @@ class Images:
         own.cuts = np.concatenate([[True], (own.limits == at).cpu().numpy()])
 
     def _keys(self, own: EmbeddedPrompt, is_text: torch.Tensor) -> np.ndarray:
-        """Return `EmbeddedPrompt.keys`: of what a token's embedding, features and positions are made of, with all that
-        it sees ahead.
+        """Return `EmbeddedPrompt.keys`: hashes of each token's embedding, features and positions, and of all that it
+        sees ahead.
 
         Multilinear hashing modulo 2^64 (Lemire and Kaser, arXiv 1202.4961), of which the upper halves count, with
         secret numbers: two of 32 bits make a key.
@@ -200,7 +201,8 @@ class Images:
 
 
 def _check_sizes(given: Mapping[str, Any]) -> None:
-    """ValueError unless there are as many patches as grids say: a GPU would read past the end of the others."""
+    """ValueError unless there are as many patches as the grids say: a GPU would read past the end of shorter
+    tensors."""
     for grids, pixels in GRIDS.items():
         sizes, patches = given.get(grids), given.get(pixels)
         if isinstance(sizes, torch.Tensor) and isinstance(patches, torch.Tensor):
@@ -220,7 +222,7 @@ def _spread(is_there: torch.Tensor | None, features: torch.Tensor) -> torch.Tens
 
 @contextmanager
 def _catching(stack: nn.Module) -> Iterator[dict[str, Any]]:
-    """Within it a call of `stack` raises, and leaves its arguments by name in what is yielded."""
+    """Make a call of `stack` raise within the context, and store its arguments by name in the yielded dict."""
     caught: dict[str, Any] = {}
 
     def catch(*args: Any, **kwargs: Any) -> Any:

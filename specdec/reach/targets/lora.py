@@ -1,6 +1,6 @@
-"""LoRA adapters that requests choose by name: in the layers that have some, each row gets the product of its own.
+"""LoRA adapters that requests choose by name: adapted layers add each row's own low-rank product.
 
-Matrices of all adapters are stacked, a stack a layer; graphs and compiled layers read them there. Adapters that are
+Matrices of all adapters are stacked, one stack per layer; graphs and compiled layers read them there. Adapters that are
 loaded in the model are copied again when it changes, so that they can be trained while an engine runs.
 """
 
@@ -29,7 +29,7 @@ MERGED = "is merged into the model's weights; call unmerge_adapter() first"
 
 
 class Stack(NamedTuple):
-    """All adapters' matrices for a layer, 0 where they leave it alone: a [n, R, K], b [n, N, R], scales [n] float32."""
+    """All adapters' matrices for a layer, 0 for adapters without it: a [n, R, K], b [n, N, R], scales [n] float32."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -39,9 +39,9 @@ class Stack(NamedTuple):
 class Lora:
     """The adapters of one engine. numbers: of each name, from 1 on.
 
-    adapters: names of those that PEFT has loaded in the model, or a folder or Hub id by the name of each. What is
-    active in the model does not count: rows without an adapter get the model as it is without any. stack: the part of
-    the model below its output head.
+    adapters: names of adapters that PEFT has loaded in the model, or a mapping from names to folders or Hub ids. The
+    adapters that are active in the model have no effect: rows without an adapter use the model without any. stack: the
+    part of the model below its output head.
     """
 
     def __init__(self, model: PreTrainedModel, stack: nn.Module, adapters: Iterable[str] | Mapping[str, str | Path]):
@@ -61,20 +61,20 @@ class Lora:
         self._fill(found)
 
     def refresh(self) -> None:
-        """Copy the matrices of adapters that are loaded in the model again; ValueError for one that cannot be read, and
-        for layers that left the model with what files have for them."""
+        """Copy the matrices of adapters that are loaded in the model again. ValueError for one that cannot be read, and
+        if layers that file adapters belong to are no longer in the model."""
         if not self._placed <= {*self._model.modules()}:
             raise ValueError("adapters were read from files for layers that are gone")
         self._fill({name: _loaded(self._model, self._stack, name) for name in self._loaded})
 
     def follows(self, change: Change) -> bool:
-        """Return whether `refresh` takes account of `change`: of adapters, or of which are active."""
+        """Return whether `refresh` follows `change`: a change of adapters, or of which are active."""
         is_module = isinstance(change.owner, nn.Module)  # a config has no hash
         return is_module and change.owner in self._parts and change.key != "base_layer"
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """Within it, layers add what the adapter of each row adds, and no other; contexts do not nest."""
+        """Make layers add only the product of each row's adapter within the context; contexts do not nest."""
         forwards = {layer: partial(_adapted, _inner(layer), stack) for layer, stack in self.stacks.items()}
         bypasses = {layer: _inner(layer) for layer in self._bypassed}
         with replaced((vars(layer), "forward", forward) for layer, forward in {**forwards, **bypasses}.items()):
@@ -82,7 +82,8 @@ class Lora:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Within it, a trace finds stacks as buffers of their layers, and rows have adapters in turn."""
+        """Make a trace see stacks as buffers of their layers, and give rows the adapters in turn, within the
+        context."""
         buffers = [
             (layer._buffers, f"_specdec_lora_{name}", tensor)
             for layer, stack in self.stacks.items()
@@ -92,7 +93,7 @@ class Lora:
             yield
 
     def in_turn(self, num_rows: int) -> torch.Tensor:
-        """Return adapters of rows [num_rows], one after the other, and none after the last."""
+        """Return adapter numbers of rows [num_rows]: each in turn, then 0, and so on."""
         return torch.arange(1, num_rows + 1, device=self._model.device) % (len(self.numbers) + 1)
 
     def _empty(self, low: LowRank) -> Stack:
@@ -126,7 +127,8 @@ def _adapted(inner: Callable[..., torch.Tensor], stack: Stack, x: torch.Tensor, 
 
 
 def _inner(layer: nn.Module) -> Callable[..., Any]:
-    """Return what computes the product without adapters: as it is now, since others replace forwards, too."""
+    """Return the function that computes the layer without adapters, looked up now, since others replace forwards,
+    too."""
     return layer.base_layer if _is_lora(layer) else layer.forward  # type: ignore[return-value]
 
 
@@ -136,7 +138,7 @@ def _is_lora(module: nn.Module) -> bool:
 
 
 def _parts(layer: nn.Module) -> set[nn.Module]:
-    """Return a LoRA layer and all in it, but for the layer that it adapts."""
+    """Return a LoRA layer and its submodules, except the layer that it adapts."""
     return {*layer.modules()} - {*layer.base_layer.modules()}  # type: ignore[union-attr]
 
 
@@ -145,7 +147,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _loaded(model: PreTrainedModel, stack: nn.Module, name: str) -> dict[nn.Module, LowRank]:
-    """Return what PEFT's adapter `name` adds to layers of `model`; ValueError if it is not just LoRA on linear ones."""
+    """Return the products that PEFT's adapter `name` adds to layers of `model`; ValueError if it is not plain LoRA on
+    linear layers."""
     layers: dict[str, Any] = {path: m for path, m in model.named_modules() if _is_lora(m)}
     config, inside = getattr(model, "peft_config", {}).get(name), {*stack.modules()}
     reasons = [] if config is None else list(config_reasons(vars(config)))
@@ -177,9 +180,9 @@ def _loaded(model: PreTrainedModel, stack: nn.Module, name: str) -> dict[nn.Modu
 def _placed(
     model: PreTrainedModel, stack: nn.Module, name: str, read: Mapping[str, LowRank]
 ) -> dict[nn.Module, LowRank]:
-    """Return what was `read` by the layers of `model` that it is for; ValueError for one that does not fit."""
+    """Return the `read` products by the layers of `model` they belong to; ValueError for one that does not fit."""
     modules, inside = dict(model.named_modules()), {*stack.modules()}
-    renamings: list[Any] = []  # of layers since older releases of transformers, which named those in the file
+    renamings: list[Any] = []  # of layers whose names in the file come from older releases of transformers
     if not read.keys() <= modules.keys():
         renamings = [way for way in get_model_conversion_mapping(model) if isinstance(way, WeightRenaming)]
     found: dict[nn.Module, LowRank] = {}

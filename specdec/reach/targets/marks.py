@@ -1,4 +1,4 @@
-"""Marks on the modules of a live model: which target they belong to, and the numbers of its attention layers."""
+"""Marks on the modules of a live model: which target they belong to, and the ids of its attention layers."""
 
 import weakref
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ HOLDER = "_specdec_engine"  # of the engine that custom_generate=FOLDER has left
 
 
 class Mark:
-    """Marks a module with its target, by a weak reference; a copy is empty: copies of a model are not of the engine."""
+    """Marks a module with its target, by a weak reference; a copy is empty: the engine does not own copies of a
+    model."""
 
     def __init__(self, owner: "HFTarget | None" = None):
         self._owner = None if owner is None else weakref.ref(owner)
@@ -42,13 +43,13 @@ def owner_of(module: nn.Module) -> "HFTarget | None":
 
 
 class LayerTurns:
-    """The layer ids of what is called several times a forward, in the order of its calls."""
+    """The layer ids of a module that is called several times per forward, in the order of its calls."""
 
     def __init__(self, layer_ids: Sequence[int]):
         self.layer_ids, self._turn = tuple(layer_ids), 0
 
     def take(self) -> int:
-        """Return the id of the next call; after the last one it is the first one's again."""
+        """Return the id of the next call; after the last one the first one again."""
         assert self.layer_ids, "a call that was not made in the forward by which calls were numbered"
         layer_id = self.layer_ids[self._turn]
         if len(self.layer_ids) > 1:
@@ -56,12 +57,12 @@ class LayerTurns:
         return layer_id
 
     def begin(self) -> None:
-        """Begin a forward, whatever became of the one before."""
+        """Begin a forward, even if the last one was interrupted."""
         self._turn = 0
 
 
 def layer_id(module: nn.Module) -> int:
-    """Return the number of the attention call that `module` makes now."""
+    """Return the id of the attention call that `module` makes now."""
     number = getattr(module, LAYER_ID)
     return number.take() if isinstance(number, LayerTurns) else number
 

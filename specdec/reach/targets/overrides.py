@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specdec.backends.linear import linear
 
-_OURS = 0  # not training, and neither of the values that users set
+_OURS = 0  # a false `training` flag that differs from the True and False that users set
 _IMPLEMENTATION = "_attn_implementation_internal"  # an attribute that configs of transformers have
 _WARNING = "warn_if_padding_and_no_attention_mask"
 
@@ -20,9 +20,9 @@ _MISSING = object()
 
 @contextmanager
 def replaced(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Set own[key] = value for all (own, key, value) within the context, then put back what was there, or nothing.
+    """Set own[key] = value for all (own, key, value) within the context, then restore or delete the old value.
 
-    What others have set meanwhile stays. Contexts may nest.
+    Values that others set meanwhile stay. Contexts may nest.
     """
     places = list(places)
     before = [own.get(key, _MISSING) for own, key, _ in places]
@@ -42,8 +42,8 @@ def replaced(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None
 class ConfigViews:
     """Shows `modules` of a model their configs with another attention implementation, within `shown`.
 
-    The configs themselves, which other models may share and which other threads may set, are left alone: a view has the
-    attributes of its config, as they are at the time, but views of its parts (`text_config`), and a class of its own.
+    The configs themselves, which other models may share and other threads may set, do not change. A view reads its
+    config's attributes live, shows views of its parts (`text_config`), and has its own class.
     """
 
     def __init__(self, modules: Iterable[nn.Module], implementation: str):
@@ -58,7 +58,7 @@ class ConfigViews:
 
 
 class _Quick:
-    """A base whose subclasses transformers leaves as they are: making a dataclass of each takes milliseconds."""
+    """A base whose subclasses transformers does not make dataclasses, which takes milliseconds each."""
 
     def __init_subclass__(cls) -> None:
         return None
@@ -70,7 +70,7 @@ def _view(config: Any, implementation: str) -> Any:
     changed = {
         **{name: _constant(_view(part, implementation)) for name, part in parts.items()},
         "_attn_implementation": property(lambda _: implementation, kind._attn_implementation.fset),
-        "__reduce_ex__": lambda view, _: (object.__new__, (kind,), vars(view)),  # a copy is no view
+        "__reduce_ex__": lambda view, _: (object.__new__, (kind,), vars(view)),  # a copy is not a view
     }
     bases = (kind,) if issubclass(kind, _Quick) else (_Quick, kind)  # views nest
     view: Any = object.__new__(type(kind.__name__, bases, changed))
@@ -85,8 +85,8 @@ def _constant(value: Any) -> property:
 @contextmanager
 def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put `model` in eval mode within the context, so that dropout is off; a call of `eval` or `train` by another
-    thread meanwhile takes precedence. modules: those it had at first, used while the model itself is in eval mode,
-    since walking the model takes longer."""
+    thread meanwhile takes precedence. modules: the model's modules at attach, used while the model itself is in eval
+    mode, since walking the model takes longer."""
     training = [m for m in (model.modules() if model.training else modules) if m.training]
     before = model.training
     try:
@@ -109,11 +109,11 @@ def multiplying(layer: nn.Module | None) -> AbstractContextManager[None]:
 
 
 class Warnings:
-    """The models in `model` whose class warns of padding without a mask, for which it reads ids on the host."""
+    """The submodels in `model` whose class warns of padding without a mask, for which it reads ids on the host."""
 
     def __init__(self, model: nn.Module):
         self._models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _WARNING not in m.__dict__]
 
     def routed(self) -> AbstractContextManager[None]:
-        """Leave the warning out within the context; contexts may nest."""
+        """Skip the warning within the context; contexts may nest."""
         return replaced((vars(model), _WARNING, lambda *_: None) for model in self._models)

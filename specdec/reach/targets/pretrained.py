@@ -39,7 +39,7 @@ from specdec.reach.targets.gguf_once import gguf_read_once
 BUNDLED = "bundled"
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MAX_DEPTH = 4096
-MAX_PER_BYTE = 16  # parameters per byte of weights; at one bit each it is half of that
+MAX_PER_BYTE = 16  # parameters per byte of weights; with one bit each there are 8
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
@@ -79,15 +79,15 @@ def load_pretrained(
 
 
 def read_processor(name: str | Path, model: PreTrainedModel) -> Any | None:
-    """Read the processor of the folder or Hub id `name`, if `model`, which is from there, is an image-text one; a
-    warning, and None, for one that cannot be read."""
+    """Read the processor of the folder or Hub id `name`, if `model`, loaded from there, is an image-text model. Warn,
+    and return None, if it cannot be read."""
     source, extra = _source(name)
     if extra or not _reads_images(getattr(model, "config", None)):
         return None
     try:
         with no_foreign_code(source):
             return AutoProcessor.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # a library is missing, say
+    except Exception as error:  # such as a missing library
         warnings.warn(
             f"images are not read: its processor cannot be loaded: {shortened(str(error), 300)}", stacklevel=2
         )
@@ -100,7 +100,7 @@ def _reads_images(config: Any) -> bool:
 
 @contextmanager
 def _as_target_error(name: str | Path) -> Iterator[None]:
-    """Turn transformers' errors about a model that is not there, or that it does not know, into one line."""
+    """Turn transformers' errors about a missing model, or one of an unknown type, into one line."""
     try:
         yield
     except CheckpointError:
@@ -118,7 +118,8 @@ def _as_target_error(name: str | Path) -> Iterator[None]:
 def open_draft_model(
     draft: str | Path | nn.Module, *, dtype: torch.dtype, device: str | torch.device
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """Return a live draft as it is, without a tokenizer, or `load_draft` it; warn of weights that cannot draft."""
+    """Return a live draft as it is, without a tokenizer, or load it by `load_draft`; warn of weights that cannot
+    draft."""
     if isinstance(draft, nn.Module):
         warn_of_weights(draft, type(draft).__name__)
         return draft, None
@@ -167,7 +168,7 @@ def read_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrain
         why: Exception = ValueError("it has no tokens")
     except CheckpointError:
         raise
-    except Exception as error:  # of whatever reads it: tokenizers, sentencepiece, transformers
+    except Exception as error:  # from any reader: tokenizers, sentencepiece, transformers
         why = error
     files = _gguf_tokens(Path(source) / gguf_file) if gguf_file else _tokenizer_files(source)
     if not files:
@@ -181,7 +182,7 @@ def read_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrain
 
 @contextmanager
 def no_foreign_code(source: str) -> Iterator[None]:
-    """Turn transformers' refusal of a repository's custom code into an error that says what to do. Nobody is asked."""
+    """Turn transformers' refusal of a repository's custom code into an error that says what to do, without a prompt."""
     try:
         yield
     except ValueError as error:
@@ -210,8 +211,8 @@ def _gguf_tokens(path: Path) -> list[str]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check what transformers does not: files that an index names outside of `folder`, and a config.json that describes
-    a far larger model than the weights, whose missing part would be random."""
+    """Check what transformers does not: an index that names files outside of `folder`, and a config.json of a far
+    larger model than the weights, whose missing part would be random."""
     for name in (WEIGHTS + INDEX, LEGACY_WEIGHTS + INDEX):
         if (folder / name).is_file():
             read_weight_map(folder, name)
@@ -233,7 +234,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_whole(source: str, found: Mapping[str, Any]) -> None:
-    """Check that the file had all that the model has; transformers fills in missing weights at random.
+    """Check that the file had all weights of the model; transformers initialises missing ones at random.
 
     found: its loading info. Tied weights do not count as missing there.
     """

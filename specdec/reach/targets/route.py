@@ -1,6 +1,6 @@
-"""Routes a live model through our ops while we run it, by its adapters.
+"""Routes a live model's calls to our ops by its adapters, while the engine runs it.
 
-A route knows the model and no engine: the caller's scopes decide what answers the ops.
+A route knows the model and no engine: the caller's scopes determine which code answers the ops.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,7 +21,7 @@ from specdec.reach.targets.overrides import evaluating, multiplying
 
 
 def _places(model: nn.Module, routed: Collection[nn.Module]) -> set[tuple[nn.Module, str]]:
-    """Return where modules on the paths to `routed` stand: parent, and name in it."""
+    """Return the places of modules on the paths to `routed`: parent, and name in it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = [name.split(".") for name, module in modules.items() if name and module in routed]
     names = dict.fromkeys(".".join(path[:i]) for path in paths for i in range(1, len(path) + 1))
@@ -29,8 +29,8 @@ def _places(model: nn.Module, routed: Collection[nn.Module]) -> set[tuple[nn.Mod
 
 
 def _refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise GraphError where the model's own forward has switched on autocast to another type than the layers ran in,
-    which do not get it: its text would be neither the model's own nor that of its weights."""
+    """Raise GraphError if the model's own forward has switched on autocast to another dtype than its layers ran in: the
+    text would be neither the model's own nor that of its weights."""
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         lower = torch.get_autocast_dtype(device.type)
         if lower is not dtype:
@@ -42,9 +42,9 @@ def _refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
 
 
 class Route:
-    """The way through `model`, of which `spec` is known; its attention modules are numbered from then on.
+    """The route through `model`, described by `spec`; numbers its attention modules.
 
-    multiplies: the output head runs on our kernels; admission does without, for it would wait for them.
+    multiplies: the output head runs on our kernels; admission does without, to avoid waiting for their compilation.
     """
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec):
@@ -57,8 +57,8 @@ class Route:
         self._places = _places(model, {*spec.attending, *self._expansions})
 
     def relies_on(self, change: Change) -> bool:
-        """Return whether attention and pools were set up from what has changed: routed modules and those around them,
-        their plain attributes and sinks, and configs. Of layers that would expand latents only the weight is read."""
+        """Return whether attention and pools were set up from the changed object: routed modules and those around them,
+        their plain attributes and sinks, and configs. Layers that would expand latents may change their weight only."""
         if any(change.owner is layer for layer in self._expansions):
             return change.key != "weight"
         if change.kind is ChangeKind.MODULE:
@@ -69,12 +69,12 @@ class Route:
         return is_other and any(change.before is sink for sink in self.spec.sinks)
 
     def walk(self) -> None:
-        """Update the list of modules that have a training mode, after some were added."""
+        """Update the list of modules with a training mode, after some were added."""
         self._modules = list(self._model.modules())
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """Route what the adapters of the live model have found to us within it."""
+        """Route the parts that the model's adapters have found to our ops within the context."""
         for turns in self._turns:
             turns.begin()
         with routed(self.spec.adapters), evaluating(self._model, self._modules):
@@ -82,7 +82,7 @@ class Route:
 
     @contextmanager
     def only_head(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Make the decoder return last hidden states [1, N, h] within the context: of the model, only the head runs."""
+        """Make the decoder return last hidden states [1, N, h] within the context: only the model's head runs."""
         answer = self.spec.stack_output(last_hidden_state=hidden)
         with (
             self.spec.adapter(Attention).routed(),

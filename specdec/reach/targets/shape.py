@@ -17,7 +17,7 @@ LAST = -1  # as an aux layer: the target's last hidden state, after its final no
 class TargetShape:
     """Hidden size, vocabulary, layers, modules a head shares, and the live HF model, whose layer class MTP uses.
 
-    comm: of a target whose ranks hold parts of these modules; their weights are parts then, their forwards whole.
+    comm: of a sharded target, whose ranks hold parts of these modules: their weights are parts, their forwards whole.
     """
 
     hidden_size: int
@@ -33,7 +33,8 @@ class TargetShape:
         return self.rows_of(self.lm_head)
 
     def rows_of(self, module: nn.Module) -> torch.Tensor:
-        """Return the rows [V, h] of the output head or the embedding; where each rank holds some, all must call it."""
+        """Return the rows [V, h] of the output head or the embedding; if each rank holds some of them, all ranks must
+        call this."""
         weight = module.get_parameter("weight").detach()
         if self.comm is None or weight.shape[0] == self.vocab_size:
             return weight
@@ -54,8 +55,8 @@ class TargetShape:
 
 
 def rope_limit(config: Any) -> tuple[int, str] | None:
-    """Return up to how many positions the frequencies of a text config's ropes are constant, and the type of the rope
-    that ends first; None if they all are constant."""
+    """Return the number of positions for which the frequencies of a text config's ropes are constant, and the type of
+    the rope that ends first; None if all are constant."""
     parameters = getattr(config, "rope_parameters", None) or {}
     limits = []
     for own in [parameters, *parameters.values()]:
@@ -67,7 +68,8 @@ def rope_limit(config: Any) -> tuple[int, str] | None:
 
 
 def position_limit(config: Any) -> tuple[int | None, str]:
-    """Return how many positions a text config's model has, None if unsaid, and why not more, if not its own number."""
+    """Return the number of positions of a text config's model, None if unknown, and the reason if it is below the
+    config's."""
     own, rope = getattr(config, "max_position_embeddings", None), rope_limit(config)
     picked = getattr(config, "index_topk", None) if hasattr(config, "index_n_heads") else None  # see `Attention`
     limits = []
@@ -81,7 +83,7 @@ def position_limit(config: Any) -> tuple[int | None, str]:
 
 
 def eos_ids_of(model: Any) -> list[int]:
-    """Return the ids that end a text by the model's own generation_config, none if it does not say."""
+    """Return the ids that end a text by the model's own generation_config; [] if it has none."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
@@ -93,7 +95,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:
-    """Return how many tokens a model scores, also where its head has a plain forward over a rank's part of the rows."""
+    """Return how many tokens a model scores, also if its head's plain forward covers only a rank's part of the rows."""
     head = model.get_output_embeddings()
     rows = int(head.weight.shape[0])
     return int(getattr(head, "out_features", rows)) if "forward" in vars(head) else rows

@@ -14,7 +14,7 @@ from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.pretrained import open_draft_model
 
 NOTE = "specdec.json"  # beside an exported draft without a tokenizer: `tokenizer_sha256` of the target's
-LOADED = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})  # of a config: they may differ
+LOADED = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})  # config keys that may differ
 
 
 def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: Any) -> HFTarget:
@@ -42,7 +42,7 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
 
 
 def _warn_if_same(model: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Warn of a draft that was loaded from where the target was, and has its config."""
+    """Warn of a draft that has the target's config and was loaded from the same place."""
     place = _place(target)
     if not target.name_or_path or _place(model) != place or _described(model) != _described(target):
         return
@@ -61,7 +61,7 @@ def _place(model: PreTrainedModel) -> str:
 
 
 def _described(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the config of `model` without what a load decides."""
+    """Return the config of `model` without the keys that loading sets."""
     config = model.config.to_dict()
     return {name: value for name, value in config.items() if name not in LOADED}
 

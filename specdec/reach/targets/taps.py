@@ -1,6 +1,6 @@
-"""The outputs of a live model's layers, which drafts read, taken by hooks of our own where the layers are called.
+"""The outputs of a live model's layers, which drafts read, taken by our own hooks where the layers are called.
 
-transformers' list form of `output_hidden_states` is not used: what its indices count depends on version and model.
+transformers' list form of `output_hidden_states` is not used: the meaning of its indices depends on version and model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,12 +43,12 @@ def found_layers(stack: nn.Module, num_layers: int, width: int) -> Iterator[list
 
 
 def hidden_of(output: Any) -> Any:
-    """Return the hidden states among what a module returns: it, or the first of several."""
+    """Return the hidden states of a module's output: the output itself, or the first of several."""
     return output[0] if isinstance(output, tuple | list) else output
 
 
 class Taps:
-    """Keeps what `layers` return in the forward in progress, within `reading`."""
+    """Keeps the outputs of `layers` in the current forward, within `reading`."""
 
     def __init__(self, layers: Sequence[nn.Module] = ()):
         self._layers = tuple(layers)
@@ -67,7 +67,7 @@ class Taps:
         self._kept[index] = hidden_of(output)
 
     def take(self) -> torch.Tensor:
-        """Return the outputs of a forward side by side, [B, T, num_layers*h], and forget them."""
+        """Return the outputs of a forward side by side, [B, T, num_layers*h], and drop them."""
         taken = torch.cat([self._kept[i] for i in range(len(self._layers))], -1)
         self._kept.clear()
         return taken

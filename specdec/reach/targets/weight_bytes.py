@@ -1,4 +1,4 @@
-"""Bytes of weights that forwards read: all of the dense ones, and of routed experts those that their tokens use."""
+"""Bytes of weights that forwards read: all dense weights, and those of the routed experts that their tokens use."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,10 +35,10 @@ class ExpertBytes:
 
 @dataclass(frozen=True)
 class VerifyCost:
-    """Return the bytes that a verify forward of one request reads beside a step of one token, where experts are routed.
+    """The bytes that a verify forward of one request reads, and those of a step of one token, with routed experts.
 
     dense_bytes: read by every forward; num_nodes: tokens of the verify; distinct: experts of a layer that they use
-    together, as measured, or as expected.
+    together, as measured or expected.
     """
 
     experts: ExpertBytes
@@ -53,7 +53,7 @@ class VerifyCost:
 
     @property
     def ratio(self) -> float:
-        """Steps that read as much as a verify: tau below which speculation cannot pay, whatever the draft costs."""
+        """Steps that read as much as a verify: below this tau speculation cannot pay off, however cheap the draft."""
         return (self.dense_bytes + self.experts.read_bytes(self.distinct)) / self.step_bytes
 
     @property
@@ -72,7 +72,7 @@ class VerifyCost:
 
 
 def verify_cost(model: PreTrainedModel, num_nodes: int, distinct: float | None = None) -> VerifyCost | None:
-    """Return what a verify of `num_nodes` tokens reads of `model`; None if it has no routed experts.
+    """Return the bytes that a verify of `num_nodes` tokens reads of `model`; None if it has no routed experts.
 
     distinct: experts of a layer that they use together; None: as expected under uniform random choice.
     """
@@ -85,14 +85,14 @@ def verify_cost(model: PreTrainedModel, num_nodes: int, distinct: float | None =
 
 
 def expert_modules(model: nn.Module) -> list[Any]:
-    """List the modules of `model` that hold the experts of a layer: those whose product transformers lets us choose."""
+    """List the modules of `model` that hold a layer's experts: those whose matmul transformers can switch."""
     return [m for m in model.modules() if hasattr(m, "_apply_gate") and getattr(m, "down_proj", None) is not None]
 
 
 def expert_weights(model: nn.Module, config: Any) -> ExpertBytes | None:
-    """Return what the routed experts of `model` weigh, which may lie on the meta device; None if it has none.
+    """Return the bytes of the routed experts of `model`, which may be on the meta device; None if it has none.
 
-    config: the text config of a model, which says how many experts a token uses.
+    config: the text config of a model, which has the number of experts per token.
     """
     found = expert_modules(model)
     per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
@@ -119,10 +119,10 @@ def read_bytes(module: nn.Module, embedding: nn.Module | None, head: nn.Module |
 def distinct_experts(
     model: PreTrainedModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], num_nodes: int
 ) -> float | None:
-    """Return the mean number of experts of a layer that `num_nodes` neighbouring tokens of answers use together.
+    """Return the mean number of experts of a layer that `num_nodes` consecutive tokens of answers use together.
 
-    texts: pairs of a prompt and its answer (ids). A node's choice depends on its path alone, so that neighbouring
-    tokens of an answer choose what they would as accepted nodes of a chain. None if all answers are shorter.
+    texts: pairs of a prompt and its answer (ids). A node's experts depend on its path alone, so consecutive tokens of
+    an answer use the same experts as accepted nodes of a chain. None if all answers are shorter.
     """
     counts = []
     for prompt, answer in texts:
@@ -136,7 +136,7 @@ def distinct_experts(
 
 @contextmanager
 def _choices(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Within it, every call of a layer's experts adds their ids [T, k] to the list."""
+    """Make every call of a layer's experts append their ids [T, k] to the list, within the context."""
     seen: list[torch.Tensor] = []
 
     def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

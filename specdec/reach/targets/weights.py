@@ -13,13 +13,14 @@ from specdec.reach.targets.admission.quantised import pack_layers, quantised_lin
 from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.marks import HOLDER
 
-# Attributes of modules and configs that no forward reads, or whose results are not read.
+# Attributes of modules and configs that no forward reads, or that only change unread results.
 _OF_MODELS = ("generate", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "name_or_path")
 _OF_CONFIGS = ("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits")
 NEUTRAL = frozenset(
     {*vars(PretrainedConfig()), *_OF_MODELS, *_OF_CONFIGS, "warnings_issued", "_is_hf_initialized", HOLDER}
 )
-# Keep outputs of layers; have them require gradients, for checkpointing in transformers and PEFT. None changes numbers.
+# These keep outputs of layers, or make them require gradients, for checkpointing in transformers and PEFT. No numbers
+# change.
 PASSIVE = ("transformers.utils.output_capturing", "make_inputs_require_grads", "make_inputs_require_grad")
 BAKED = "graphs and compiled layers compute with what was there at attach()"
 POOLS = "the engine's pools were made for that"
@@ -36,7 +37,7 @@ class Weights:
         roots = {"": target.model, **({} if draft is None else {"the draft's ": draft})}
         self._watch = Watch(
             roots,
-            free=[rope for root in roots.values() for rope in varying_ropes(root)],  # their first frequencies are read
+            free=[rope for root in roots.values() for rope in varying_ropes(root)],  # initial frequencies are read
             tensors=target.parts,
             neutral=NEUTRAL,
             passive=PASSIVE,
@@ -44,7 +45,7 @@ class Weights:
         self.close = self._watch.close
 
     def follow(self) -> bool:
-        """See `LiveModels.follow`; undoing a refused change cures it."""
+        """See `LiveModels.follow`; undoing a refused change resolves the error."""
         changes = self._watch.changes()
         refused = [(change, why) for change in changes if (why := self._why_refused(change))]
         if refused:

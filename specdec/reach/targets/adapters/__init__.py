@@ -1,7 +1,7 @@
-"""Adapters: each routes one kind of part of a live model through our ops while we run it; a row each in ADAPTERS.
+"""Adapters: each routes one kind of part of a live model through our ops while we run it; one row each in ADAPTERS.
 
-An adapter is made of a model and finds the parts it is for, none in most models; `routed` sets what they need, and puts
-it back. Adapters know neither engines nor each other. To serve another kind of part, write one and add it here.
+An adapter finds its parts in a model, none in most models; `routed` sets the attributes they need, and restores them.
+Adapters know neither engines nor each other. To support another kind of part, write one and add it here.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,5 +1,5 @@
-"""Attention of a live model, answered by a function of ours: through transformers' AttentionInterface, or in the
-methods `_attn(query, key, value, ...)` of classes that FORMS lists. Nothing but our instances changes."""
+"""Attention of a live model, answered by our function: through transformers' AttentionInterface, or in the methods
+`_attn(query, key, value, ...)` of classes that FORMS lists. Only the model's own instances change."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -18,16 +18,17 @@ from specdec.reach.targets.marks import layer_id
 from specdec.reach.targets.overrides import ConfigViews, replaced
 
 METHOD = "_attn"
-# As AttentionInterface has it: takes the module, q, k and v [1, heads, T, dim], a mask, and others by name; returns
-# [1, T, heads, v_dim] beside None.
+# As in AttentionInterface: takes the module, q, k and v [1, heads, T, dim], a mask, and keyword arguments; returns [1,
+# T, heads, v_dim] and None.
 Attend = Callable[..., tuple[torch.Tensor, None]]
 
 
 class Form(NamedTuple):
     """The adapter of a class that attends in its own method.
 
-    known: arguments that AttentionInterface would get, of a module; own_window: of how many last tokens it lets a query
-    see, None: all. has_transposed_keys: keys are [B, heads, dim, T]; result: made of what it returns.
+    known: returns the arguments that AttentionInterface would get, of a module; own_window: returns how many last
+    tokens a query sees in it, None: all. has_transposed_keys: keys are [B, heads, dim, T]; result: builds the method's
+    return value.
     """
 
     known: Callable[[Any], dict[str, Any]] = lambda module: {}
@@ -64,12 +65,12 @@ AttentionInterface.register("specdec", route_attention)
 
 
 class Attention:
-    """The attention calls of `model`. own: the modules that attend in their own method, with its form; expansions: of
-    those that attend over latents, the layers that would expand them.
+    """The attention calls of `model`. own: the modules that attend in their own method, with its form; expansions:
+    modules that attend over latents, with the layers that would expand them.
 
     Modules with an `indexer` attend to the `index_topk` tokens that it picks (DeepSeek Sparse Attention,
-    arXiv:2512.02556): to all of them in texts that are no longer, see `shape.position_limit`, and those are all that is
-    served. So indexers compute nothing.
+    arXiv:2512.02556): to all tokens in texts that are no longer, and only such texts are served, see
+    `shape.position_limit`. So indexers compute nothing.
     """
 
     def __init__(self, model: nn.Module):
@@ -99,20 +100,21 @@ class Attention:
 
 
 def _every_token(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Answer for an indexer: no choice."""
+    """Answer for an indexer without choosing."""
     return hidden_states.new_empty(0, dtype=torch.int32)
 
 
 def _with_mask(
     forward: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, attention_mask: Any = None, **kw: Any
 ) -> Any:
-    """Call a module's forward with a mask [1, 1, 1, 1], of which it gives its indexer a part."""
+    """Call a module's forward with a mask [1, 1, 1, 1], since it passes a part of the mask to its indexer."""
     mask = hidden_states.new_zeros(1) if attention_mask is None else attention_mask
     return forward(hidden_states, *args, attention_mask=mask.view(1, 1, 1, 1) if mask.numel() == 1 else mask, **kw)
 
 
 def _form(module: nn.Module) -> Form | None:
-    """Return how `module` attends in its method, None if that is none of FORMS, or was replaced or overridden."""
+    """Return the form of the method in which `module` attends; None if it is not in FORMS, or was replaced or
+    overridden."""
     if METHOD in vars(module):
         return None
     for cls in type(module).__mro__:

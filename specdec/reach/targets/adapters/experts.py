@@ -1,6 +1,6 @@
-"""Experts of live models through our op: what transformers calls in place of an experts module's own forward.
+"""Experts of live models through our op: transformers calls it instead of an experts module's own forward.
 
-Gates, activations and layouts are the module's: it says how its weights lie, and gates what they give by itself.
+Gates, activations and layouts stay the module's: it describes the layout of its weights, and applies its own gate.
 """
 
 from collections.abc import Iterator
@@ -25,16 +25,16 @@ from specdec.reach.targets.overrides import replaced
 
 MXFP4 = "Mxfp4GptOssExperts"
 NUM_COMPARED, TOP = 16, 2  # rows, and experts of each
-TIPPED = 0.03  # of the norm: rows are rounded to FP8 between two products, and some elements tip over
+TIPPED = 0.03  # of the norm: rows are rounded to FP8 between two products, and some elements round the other way
 
 
 def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the experts' outputs [T, h] on hidden_states [T, h], weighted by top_k_weights [T, k] and added up.
+    """Return the experts' outputs [T, h] on hidden_states [T, h], weighted by top_k_weights [T, k] and summed.
 
-    top_k_index: [T, k], experts of each token; those past the last count for nothing. The sum is over k in its order,
-    whatever the other tokens are, so results are deterministic.
+    top_k_index: [T, k], experts of each token; those past the last count for nothing. The sum is over k in order,
+    independent of the other tokens, so results are deterministic.
     """
     first = _product(module, "gate_up_proj" if module.has_gate else "up_proj", hidden_states, top_k_index)
     inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)
@@ -43,7 +43,7 @@ def experts_forward(
 
 
 def _product(module: Any, name: str, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-    """Return `x` times the weights `name` of `module`, in their dtype, or in FP8, with their bias if they have one."""
+    """Return `x` times the weights `name` of `module`, in their dtype, or in FP8, plus their bias, if any."""
     weight = getattr(module, name)
     if weight.dtype == fp8.DTYPE:
         return grouped_fp8(*fp8.quantise(x, False), expert_ids, weight, getattr(module, f"{name}_scale_inv"), x.dtype)
@@ -56,7 +56,7 @@ ALL_FP8_EXPERTS_FUNCTIONS.register("specdec", experts_forward)
 
 
 class Experts:
-    """The experts in `model`: the configs by which they find what multiplies them, once each.
+    """The experts in `model`: their configs, once each, which select the function that multiplies them.
 
     Models without experts have such configs, too; modules that transformers made switchable have `_apply_gate`.
     """
@@ -65,13 +65,13 @@ class Experts:
         self._configs = list({id(module.config): module.config for module in _experts(model)}.values())
 
     def routed(self) -> AbstractContextManager[None]:
-        """Multiply by our op within the context; what others set meanwhile stays."""
+        """Select our op within the context; values that others set meanwhile stay."""
         return replaced((vars(config), "_experts_implementation_internal", "specdec") for config in self._configs)
 
 
 @torch.inference_mode()
 def check_fp8_experts(model: PreTrainedModel) -> None:
-    """AttachError if our op does not give, for random rows, what experts in FP8 give themselves, but for rounding."""
+    """AttachError if our op's results for random rows differ from those of the FP8 experts by more than rounding."""
     for number, module in enumerate(m for m in _experts(model) if is_kind(m, "FP8Experts")):
         device, (num, width, _) = module.down_proj.device, module.down_proj.shape
         random = torch.Generator(device).manual_seed(number)
@@ -93,7 +93,7 @@ def _experts(model: nn.Module) -> Iterator[Any]:
 
 
 class PackedExperts(NamedTuple):
-    """The two products of experts in MXFP4, in the layout of `specdec::grouped_mxfp4`."""
+    """The two matmuls of experts in MXFP4, in the layout of `specdec::grouped_mxfp4`."""
 
     first_words: torch.Tensor
     first_exponents: torch.Tensor
@@ -102,8 +102,8 @@ class PackedExperts(NamedTuple):
 
 
 class Mxfp4:
-    """GPT-OSS's experts in MXFP4 in `model`, by the MLPs that have them: packed anew for our kernel, beside what the
-    Hub's kernel reads, where ours runs; elsewhere, and where a weight may be above 12, the Hub's runs."""
+    """GPT-OSS's experts in MXFP4 in `model`, by their MLPs. Where our kernel runs, they are packed again for it, in
+    addition to the Hub kernel's tensors; elsewhere, and where a weight may be above 12, the Hub's kernel runs."""
 
     def __init__(self, model: nn.Module):
         like = model.get_input_embeddings().weight  # type: ignore[operator]
@@ -114,7 +114,7 @@ class Mxfp4:
         self._packed = {mlp: own for mlp, own in packed.items() if own is not None}
 
     def routed(self) -> AbstractContextManager[None]:
-        """Multiply by our op within the context; a trace finds what is packed as buffers of experts."""
+        """Multiply by our op within the context; a trace finds the packed weights as buffers of experts."""
         places: list[tuple[dict[str, Any], str, Any]] = []
         for mlp, packed in self._packed.items():
             places.append((vars(mlp), "forward", partial(_mxfp4_forward, mlp, packed)))
@@ -123,7 +123,7 @@ class Mxfp4:
 
 
 def _packed_mxfp4(experts: Any) -> PackedExperts | None:
-    """Return what `experts` are packed into; None where our kernel cannot have their exponents, or their gate."""
+    """Pack the weights of `experts`; None if our kernel does not support their exponents or their gate."""
     found: list[torch.Tensor] = []
     width, hidden = experts.intermediate_size, experts.hidden_size
     for name, N, K in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
@@ -140,7 +140,7 @@ def _packed_mxfp4(experts: Any) -> PackedExperts | None:
 
 
 def _mxfp4_forward(mlp: Any, packed: PackedExperts, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `mlp` returns: the experts' outputs of hidden_states [B, T, h], and the router's logits."""
+    """Return the outputs of `mlp`: the experts' outputs of hidden_states [B, T, h], and the router's logits."""
     x, experts = hidden_states.reshape(-1, hidden_states.shape[-1]), mlp.experts
     logits, weights, ids = mlp.router(x)
     first = packed.first_words, packed.first_exponents, experts.gate_up_proj_bias
@@ -150,7 +150,7 @@ def _mxfp4_forward(mlp: Any, packed: PackedExperts, hidden_states: torch.Tensor)
 
 
 class ExpertWeights(NamedTuple):
-    """One of the two products of an experts module: arguments of `grouped_linear`."""
+    """One of the two matmuls of an experts module: arguments of `grouped_linear`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -158,7 +158,7 @@ class ExpertWeights(NamedTuple):
 
 
 def distinct_weights(model: nn.Module) -> list[ExpertWeights]:
-    """List the weights that experts of `model` multiply with by our op, one of each shape."""
+    """List the weights of `model` that our op multiplies experts with, one of each shape."""
     found: dict[tuple[object, ...], ExpertWeights] = {}
     for module in _experts(model):
         for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):

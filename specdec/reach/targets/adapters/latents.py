@@ -1,6 +1,6 @@
-"""Attention over latents (MLA): modules that would expand keys and values of a latent leave that to their queries.
+"""Attention over latents (MLA): modules do not expand a latent to keys and values; their queries attend to it instead.
 
-By what transformers names its parts: `expand_kv`, which gets latents and rotated keys, and `kv_b_proj`, a linear layer.
+Found by transformers' names: `expand_kv`, which gets latents and rotated keys, and `kv_b_proj`, a linear layer.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ def latent_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _is_plain(module: Any) -> bool:
-    """Return whether the layer that expands latents does nothing but multiply by its weight."""
+    """Return whether the layer that expands latents only multiplies by its weight."""
     layer = getattr(module, EXPANSION, None)
     if type(layer) is not nn.Linear or layer.bias is not None or "forward" in vars(layer):
         return False
@@ -29,7 +29,7 @@ def _is_plain(module: Any) -> bool:
 
 
 def kept(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand in for a module's `expand_kv`: its attention call gets latents [1, 1, T, R] and keys' rotated columns."""
+    """Replace a module's `expand_kv`: its attention call gets latents [1, 1, T, R] and the keys' rotated columns."""
     return latent, rotated
 
 
@@ -50,7 +50,7 @@ def attend(module: Any, q: torch.Tensor, latent: torch.Tensor, rotated: torch.Te
 def latent_spec(module: Any, spec: LayerSpec, rank: int) -> tuple[LayerSpec, int]:
     """Return the spec of attention over latents of `rank` columns, and the columns of the module's values.
 
-    spec: made of what `attend` gets, as if latents were keys and their rotated columns values.
+    spec: made of the arguments of `attend`, as if latents were keys and their rotated columns values.
     """
     num_values = getattr(module, EXPANSION).weight.shape[0] // spec.num_heads - (spec.qk_dim - spec.v_dim)
     return replace(spec, qk_dim=rank + spec.v_dim, v_dim=rank, v_in_k=True), num_values

@@ -1,7 +1,7 @@
 """Recurrent layers of live models through our ops: their forwards run with globals in which the primitives are ours.
 
-A mixer is a module whose forward, or a method that it calls, names a primitive; no model is known by name. Nothing but
-its own instance changes, and only within `Mixers.routed`.
+A mixer is a module whose forward, or a method that it calls, names a primitive; no model is known by name. Only its own
+instance changes, and only within `Mixers.routed`.
 """
 
 import inspect
@@ -20,9 +20,9 @@ from specdec.reach.targets.overrides import replaced
 
 
 class PrimitiveCall:
-    """Stands for a primitive in a mixer: runs its replacement, with the layer id of this call.
+    """Replaces a primitive in a mixer: calls our adapter with the layer id of this call.
 
-    turns: the ids in the order of the calls in a forward; there is one, unless the mixer calls it several times.
+    turns: the ids in the order of the calls in a forward; several if the mixer calls it several times.
     """
 
     def __init__(self, name: str, layer_ids: Sequence[int]):
@@ -44,9 +44,9 @@ class Mixer:
 
 
 class Mixers:
-    """The mixers of `model` in the order of its modules; ids count their primitives, until they are renumbered.
+    """The mixers of `model` in the order of its modules; ids number their primitives, until `renumber`.
 
-    AttachError for modules that have a forward of their own already, or one in a wrapper that cannot be looked into.
+    AttachError for modules whose forward is already overridden, or wrapped in a function that cannot be inspected.
     """
 
     def __init__(self, model: nn.Module):
@@ -126,7 +126,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
 
 
 def _innermost(function: FunctionType) -> FunctionType:
-    """Return what `function` wraps, or itself where that is not a function."""
+    """Return the function that `function` wraps innermost, or itself if it wraps none."""
     inner = inspect.unwrap(function)
     return inner if isinstance(inner, FunctionType) else function
 

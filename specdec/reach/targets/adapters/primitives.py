@@ -1,8 +1,8 @@
-"""transformers' recurrent primitives by name, and how each of them is answered by `conv` and `scan`.
+"""transformers' recurrent primitives by name, and the functions that answer each of them by `conv` and `scan`.
 
-An adapter takes a layer id before transformers' own arguments, packed (batch 1), and does what its primitive does
-around the recurrence, in the same dtypes. Arguments that only kernels of other packages read are ignored, as the torch
-primitives ignore them.
+An adapter takes a layer id before transformers' own arguments, packed (batch 1), and computes everything around the
+recurrence as its primitive does, in the same dtypes. Arguments that only kernels of other packages read are ignored, as
+the torch primitives ignore them.
 """
 
 from collections.abc import Callable, Mapping
@@ -120,7 +120,7 @@ def _mamba(
 ) -> torch.Tensor:
     """Return [1, P, T]; hidden_states, dt, z: [1, P, T], A: [P, N], B, C: [1, N, T], D, delta_bias: [P].
 
-    States are as many as channels: one head, whose rates are A.
+    There is a state per channel: one head, whose rates are A.
     """
     _check_stateless(None, return_last_state)
     x, step = _packed(hidden_states).transpose(0, 1), _packed(dt).transpose(0, 1)

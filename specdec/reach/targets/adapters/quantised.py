@@ -1,7 +1,7 @@
-"""Quantised linear layers of live models through kernels of ours, where there are some; others run their own forward.
+"""Quantised linear layers of live models through our kernels, where there are some; others run their own forward.
 
-Weights in FP8 are read where they are. Weights of 4 bits are packed anew at attach, in the layout of our kernels: the
-module's own stay, and serve its own forward. What our op gives for a layer is compared with that first.
+FP8 weights are read in place. 4-bit weights are packed at attach in our kernels' layout; the module's own tensors stay,
+for its own forward. Each layer's result by our op is first compared with its own forward.
 """
 
 import warnings
@@ -20,9 +20,9 @@ from specdec.backends.linear.packed import MAGIC, NF4_GROUP, pack, pack_nf4, pac
 from specdec.reach.targets.admission.quantised import BY_CHANNEL, has_blocks, is_kind, is_stand_in, quantised_linears
 from specdec.reach.targets.overrides import replaced
 
-BUFFERS = ("_specdec_words", "_specdec_scales")  # of a layer, while it is routed: a trace finds them there
+BUFFERS = ("_specdec_words", "_specdec_scales")  # of a layer while it is routed, where a trace finds them
 NUM_COMPARED = 16  # rows
-MISSING = (0, 1)  # what GPTQ's zero points are stored too small by: nothing in its second format, one in its first
+MISSING = (0, 1)  # offsets by which GPTQ stores zero points too small: 0 in its second format, 1 in its first
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbouring columns in a word
 
 
@@ -34,7 +34,7 @@ class Packed(NamedTuple):
 
 
 class Quantised:
-    """The layers of `model` that our kernels multiply for, with what they are packed into, and what does that."""
+    """The layers of `model` that our kernels multiply, with their packed weights, and the functions that pack them."""
 
     def __init__(self, model: nn.Module):
         like = model.get_input_embeddings().weight  # type: ignore[operator]
@@ -51,7 +51,7 @@ class Quantised:
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """Multiply by our ops within the context, but for layers that others stand in for."""
+        """Multiply by our ops within the context, except layers with a stand-in."""
         places: list[tuple[dict[str, Any], str, Any]] = []
         for layer, (packed, _) in self._layers.items():
             if not is_stand_in(layer):
@@ -72,8 +72,9 @@ class Quantised:
 
 
 def _find(layer: Any, like: torch.Tensor) -> tuple[Packed | None, Callable[[], Packed]] | None:
-    """Return what `layer` is packed into, None for one that is read where it is, and what packs it; None if our op does
-    not give what its own forward gives for random rows, but for rounding. like: of the model's dtype and device."""
+    """Return the packed weights of `layer`, None if it is read in place, and the function that packs it. None if our
+    op's results for random rows differ from its own forward's by more than rounding. like: of the model's dtype and
+    device."""
     random = torch.Generator(like.device).manual_seed(SEED)
     x = torch.randn(NUM_COMPARED, layer.in_features, generator=random, device=like.device).to(like.dtype)
     for read in _readers(layer, like.dtype):
@@ -103,7 +104,7 @@ def _by_words(layer: Any, packed: Packed) -> Callable[[torch.Tensor], torch.Tens
 
 
 def _readers(layer: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
-    """Yield what may pack `layer`, for its kind; of a layer that is read where it is, what returns None."""
+    """Yield functions that may pack `layer`, by its kind; for a layer that is read in place, one that returns None."""
     N, K = layer.out_features, layer.in_features
     if is_kind(layer, "FP8Linear", BY_CHANNEL):
         if N % 16 == 0 and (K % BLOCK == 0 if is_kind(layer, BY_CHANNEL) else has_blocks(layer)):
@@ -122,7 +123,7 @@ def _readers(layer: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
 
 
 def _is_nf4(layer: Any, dtype: torch.dtype) -> bool:
-    """Return whether a layer of bitsandbytes has NF4 of 64 features a scale, and computes in `dtype`."""
+    """Return whether a layer of bitsandbytes has NF4 with 64 features per scale, and computes in `dtype`."""
     state = layer.weight.quant_state
     return (state.quant_type, state.blocksize) == ("nf4", NF4_GROUP) and layer.compute_dtype in (None, dtype)
 

@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies depend on the longest sequence: held at those of short ones.
+"""Rotary embeddings whose frequencies depend on the longest sequence: kept at those of short sequences.
 
-Transformers' "dynamic" and "longrope" look at the largest position of every forward, which waits for the device, and
-change their frequencies beyond a limit, for all tokens at once. Below it they are constant: `rope_limit` says where it
-is, and within `Ropes.routed` such modules compute with the original frequencies and look at nothing. Those that
-compute frequencies anew in every forward, on the host (Phi-MoE), look up what they gave by position at attach.
+Transformers' "dynamic" and "longrope" read the largest position of every forward, which waits for the device, and
+change their frequencies beyond a limit, for all tokens at once. Below it (`rope_limit`) they are constant; within
+`Ropes.routed` such modules use the original frequencies without reading positions on the host. Those that compute
+frequencies in every forward, on the host (Phi-MoE), look up tables by position, made at attach.
 """
 
 import inspect
@@ -46,7 +46,7 @@ class Ropes:
         self._forwards = {rope: tables.get(rope) or _own_forward(rope) for rope in [*varying_ropes(model), *tables]}
 
     def routed(self) -> AbstractContextManager[None]:
-        """Compute with the original frequencies, whatever sequences were seen, within the context, or look them up."""
+        """Use the original frequencies, or look them up, within the context, whatever sequences were seen."""
         places: list[tuple[dict[str, Any], str, Any]] = [(vars(r), "forward", f) for r, f in self._forwards.items()]
         for rope in self._forwards:
             kept = [(name, buffer) for name, buffer in rope._buffers.items() if name.endswith(ORIGINAL)]
@@ -56,9 +56,9 @@ class Ropes:
 
 @torch.no_grad()
 def _tables(model: Any, num_positions: int) -> dict[nn.Module, Forward]:
-    """Return forwards that look up cos and sin for the modules of `model` that compute frequencies anew in theirs.
+    """Return forwards that look up cos and sin, for the modules of `model` that compute frequencies in every forward.
 
-    num_positions: of the model, up to where its frequencies are constant; of more than a table has room for, none.
+    num_positions: the number of positions with constant frequencies; {} if a table has no room for so many.
     """
     found = [rope for rope in model.modules() if ANEW in _names(rope)]
     if not found or num_positions > MOST_POSITIONS:

@@ -1,1 +1,1 @@
-"""Decides whether a live model can be attached: what a recorded forward does, where its weights are, equal logits."""
+"""Decides whether a live model can be attached: from a recorded forward, where its weights are, and equal logits."""

@@ -1,9 +1,10 @@
 """Admission by equality: our route must give the logits of the model's own forward, or the model is not attached.
 
-Two requests are prefilled in one packed forward, then one verifies a chain and the other a tree; the model's own code,
-with its own attention, masks and positions, gets the same texts as a batch with a row for each path. So whatever passes
-between tokens by another way than the recorded attention is seen: a recurrent branch, positions that are counted and
-not read. What begins later than a dozen tokens cannot be seen here; the probe judges that from masks and arguments.
+Two requests are prefilled in one packed forward, then one verifies a chain and the other a tree. The model's own code,
+with its own attention, masks and positions, gets the same texts as a batch with a row for each path. This exposes every
+other way in which tokens affect each other than the recorded attention: a recurrent branch, or positions that are
+counted instead of read. Effects beyond a dozen tokens do not show here; the probe judges those from masks and
+arguments.
 """
 
 import inspect
@@ -31,10 +32,10 @@ from specdec.reach.targets.compiling.echo import disturbed
 PROMPT_LENS = (8, 5)
 LENGTH = 12  # of a row of the batch
 WIDTH = 16  # KV slots of a request
-DEPTHS = ((0, 1, 2, 3), (0, 1, 1, 2))  # of the nodes that are verified: a chain, and a tree whose paths are 0-1-3, 0-2
-ANCESTORS = ((1, 3, 7, 15), (1, 3, 5, 11))  # and they themselves, as bits
+DEPTHS = ((0, 1, 2, 3), (0, 1, 1, 2))  # of the verified nodes: a chain, and a tree whose paths are 0-1-3, 0-2
+ANCESTORS = ((1, 3, 7, 15), (1, 3, 5, 11))  # including the nodes themselves, as bits
 PATHS = ((0, (0, 1, 2, 3)), (1, (0, 1, 3)), (1, (0, 2)))  # request and nodes: a row of the batch each
-# Where the batch has the logits of ours, (row, position): the prefill's, the chain's, the tree's.
+# Places (row, position) in the batch of our logits: the prefill's, the chain's, the tree's.
 PLACES = {
     "a prefill": tuple((r, i) for r, n in enumerate(PROMPT_LENS) for i in range(n)),
     "a chain": tuple((0, 8 + i) for i in range(4)),
@@ -49,7 +50,8 @@ Run = Callable[[AttentionMetadata, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """The distance of logits over our pool from the model's own: in which forward, by how much, and what is allowed."""
+    """The difference between logits over our pool and the model's own: the forward, the error, and the allowed
+    error."""
 
     where: str
     error: float
@@ -57,7 +59,7 @@ class Difference:
 
     @property
     def is_too_large(self) -> bool:
-        """Return whether it cannot be rounding; NaN cannot."""
+        """Return whether it exceeds rounding; NaN does."""
         return not self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -78,8 +80,8 @@ def check_equality(
 ) -> None:
     """Raise AttachError if `run` does not give the logits of the model's own forward, on any of the ranks.
 
-    A model whose bare forward and `generate` place tokens differently is compared with what `generate` gives it, with a
-    warning. See `differences`; any_rank: whether something is so on any rank, which all ask.
+    A model whose bare forward and `generate` count positions differently is compared at the positions of `generate`,
+    with a warning. See `differences`; any_rank: returns whether something is so on any rank; all ranks call it.
     """
 
     def own(ids: torch.Tensor, **placed: torch.Tensor) -> torch.Tensor:
@@ -120,9 +122,9 @@ def differences(
 ) -> list[Difference]:
     """Compare forwards over a small pool of `dtype` with the model's own; a prefill, a chain and a tree.
 
-    run(metadata, input_ids [T]) gives logits [T, V], its attention answered by the scope in force; own(input_ids
-    [B, L]) gives [B, L, V]. In 16 bits, and with TF32, where some differ by more than is allowed of any model, a second
-    run measures what rounding can do, as `echo` does.
+    run(metadata, input_ids [T]) gives logits [T, V], its attention answered by the scope in force; own(input_ids [B,
+    L]) gives [B, L, V]. In 16 bits, and with TF32, if some differ by more than any model may, a second run measures the
+    effect of rounding, as `echo` does.
     """
     prompts, nodes = _texts(spec.num_ids, device)
     batch = own(torch.stack([_row(prompts, nodes, *path) for path in PATHS]))
@@ -130,7 +132,7 @@ def differences(
     ids = torch.cat([*prompts, nodes.flatten()])
     ours = _forwards(spec, run, ids, dtype, None)
     unit = _rounding_unit(dtype, device)
-    if unit < TOLERANCE[torch.float32] / 100:  # far below it: a single logit that differs is seen
+    if unit < TOLERANCE[torch.float32] / 100:  # far below it: a single differing logit is seen
         pairs = ((t.view(1, -1) for t in scored(a, b)) for a, b in zip(ours, theirs, strict=True))
         measured = [(float(largest_difference(*pair)), TOLERANCE[torch.float32]) for pair in pairs]
     else:
@@ -143,9 +145,9 @@ def differences(
 
 
 def _texts(vocab_size: int, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return two prompts, and the nodes [2, 4] that follow; of ids far from both ends, where special ones are."""
+    """Return two prompts, and the nodes [2, 4] after them; ids are far from both ends, where special ones are."""
     count = sum(PROMPT_LENS) + 8
-    spread = torch.arange(count, device=device).view(3, -1).t().flatten()  # neighbours in the text are not alike
+    spread = torch.arange(count, device=device).view(3, -1).t().flatten()  # neighbouring ids of the text differ
     ids = (vocab_size // 4 + spread * max(1, vocab_size // (2 * count))).clamp(max=vocab_size - 1)
     *prompts, nodes = ids.split([*PROMPT_LENS, 8])
     return prompts, nodes.view(2, 4)
@@ -160,7 +162,7 @@ def _row(prompts: list[torch.Tensor], nodes: torch.Tensor, request: int, path: t
 def _forwards(
     spec: ModelSpec, run: Run, ids: torch.Tensor, dtype: torch.dtype, unit: float | None
 ) -> list[torch.Tensor]:
-    """Return logits of the prefill, the chain and the tree; unit: attention's results are disturbed by as much."""
+    """Return logits of the prefill, the chain and the tree; unit: relative disturbance of attention's results."""
     pool = KVPool([layer.shape for layer in spec.layers], 1 + 2 * WIDTH, dtype, ids.device)
     states = () if not spec.recurrent else (StatePool(spec.recurrent, 2, 4, dtype, ids.device, TORCH_RECURRENT),)
     context = ForwardContext(TorchBackend(), pool, spec.layers, spec.sinks, lambda mode: None, states)
@@ -198,8 +200,8 @@ def _rounding_unit(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def scored(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as float64, without the tokens that the model itself never emits, whose logits have no scale, and
-    without the rows that it makes NaN itself, as of a damaged embedding; where nothing is left, they are equal."""
+    """Return both as float64, without tokens that the model never emits, whose logits have no scale, and without rows
+    that it makes NaN itself, as with a damaged embedding; if nothing is left, they are equal."""
     is_banned, is_sound = theirs <= torch.finfo(theirs.dtype).min, ~theirs.isnan().any(-1)
     if not is_sound.any():
         return theirs.new_ones(1, 1), theirs.new_ones(1, 1)

@@ -1,4 +1,4 @@
-"""Classifies mask functions of transformers by their values far out: causal, a window, chunks, or something else."""
+"""Classifies mask functions of transformers by their values far out: causal, a window, chunks, or another kind."""
 
 from collections.abc import Callable
 from types import CellType, FunctionType
@@ -17,7 +17,8 @@ class Reach(NamedTuple):
 
 
 def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> str | Reach:
-    """Return how far back queries see by a mask function of transformers, or a phrase that says what else it is."""
+    """Return how far back queries see under a mask function of transformers, or a phrase that describes another
+    mask."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     mask_function, keys = _far_out(mask_function), torch.arange(FAR + 1, device=device)
 
@@ -44,15 +45,15 @@ def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> st
     window = FAR + 1 - firsts[FAR]
     if all(q + 1 - first == window for q, first in firsts.items()):
         return Reach(window=window)
-    before = first_visible(firsts[FAR] - 1)  # the end of the chunk before
+    before = first_visible(firsts[FAR] - 1)  # the end of the previous chunk
     if isinstance(before, int) and all(first == q - q % (firsts[FAR] - before) for q, first in firsts.items()):
         return Reach(chunk=firsts[FAR] - before)
     return "a mask whose width depends on the position"
 
 
 def _far_out(value: Any) -> Any:
-    """Return `value`, found in the closure of a mask function, without the end of the text: a tensor by row and token
-    that puts all tokens in the block -1, which is none (of an image, say), puts those there that follow, too."""
+    """Return `value`, found in the closure of a mask function, extended past the end of the text: a tensor by row and
+    token that puts all tokens in the block -1, that is in none (an image, say), does the same for later tokens."""
     if isinstance(value, tuple):
         return tuple(map(_far_out, value))
     if isinstance(value, torch.Tensor) and value.dim() == 2 and bool((value == -1).all()):

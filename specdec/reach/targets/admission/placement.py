@@ -1,7 +1,7 @@
 """Checks where a model's weights are and in what form: reasons why kernels and graphs could not read them.
 
-An engine keeps one KV pool on one device and graphs that hold the addresses of weights. So weights must be there, stay
-there, and be plain floating-point tensors.
+An engine keeps one KV pool on one device, and graphs that hold the addresses of weights. So weights must be on that
+device, stay there, and be plain floating-point tensors.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import nn
 from specdec.reach.checkpoints.tensors import FLOATS
 from specdec.reach.targets.admission.quantised import is_quantised, quantised_reasons
 
-PACKED = (torch.int8, torch.uint8, torch.int32)  # matrices of these hold packed weights (GPTQ, AWQ)
+PACKED = (torch.int8, torch.uint8, torch.int32)  # matrices of these dtypes hold packed weights (GPTQ, AWQ)
 QUANTISERS = ("bitsandbytes", "optimum.quanto", "quanto", "torchao", "torch.ao", "auto_gptq", "gptqmodel", "awq", "hqq")
 UNQUANTISED = (
     "use a checkpoint that is not quantised; bitsandbytes models have model.dequantize(), and FP8 and MXFP4 ones load "
@@ -22,12 +22,12 @@ UNQUANTISED = (
 
 
 def placement_reasons(model: nn.Module) -> list[str]:
-    """Return the reasons that can be seen without running `model`."""
+    """Return the reasons that are visible without running `model`."""
     return [*_device_reasons(model), *_form_reasons(model), *_compiled_reasons(model)]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, and buffers that are more than a number, by name."""
+    """Yield parameters, and buffers with more than one element, by name."""
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.dim())
 
@@ -54,7 +54,7 @@ def _device_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _offloads(hook: Any) -> bool:
-    """Return whether an accelerate hook brings weights in for a forward, or takes them away after it."""
+    """Return whether an accelerate hook loads weights for a forward, or offloads them after it."""
     inner = getattr(hook, "hooks", ())
     is_moving = type(hook).__name__ in ("CpuOffload", "LayerwiseCastingHook")
     return bool(getattr(hook, "offload", False)) or is_moving or any(_offloads(h) for h in inner)
@@ -88,7 +88,7 @@ def _form_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _quantisation(quantizer: Any) -> str:
-    """Return the method by which transformers keeps a model quantised; empty if it was dequantised at load time."""
+    """Return the method by which transformers keeps a model quantised; "" if it was dequantised at load time."""
     config = getattr(quantizer, "quantization_config", None)
     method = getattr(config, "quant_method", None) or type(quantizer).__name__
     name = str(getattr(method, "value", method))
@@ -96,7 +96,8 @@ def _quantisation(quantizer: Any) -> str:
 
 
 def _compiled_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield a reason if compiled code has attention, which cannot be routed in it. Other modules may be compiled."""
+    """Yield a reason if compiled code contains attention, which cannot be routed there. Other modules may be
+    compiled."""
     for name, module in model.named_modules():
         if _is_compiled(module) and any(hasattr(child, "layer_idx") for child in module.modules()):
             yield (

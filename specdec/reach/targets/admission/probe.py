@@ -1,9 +1,9 @@
 """The first half of admission: one forward of the live model with a recording attention function.
 
-It records every attention call (module, shapes, scaling, window, softcap, sinks) and every mask HF would have built,
-classified by evaluating HF's own mask closure far out. What cannot be run, or would differ only far into a text, is a
-reason against the model; what merely looks foreign is a doubt. `equality`, the second half, decides about doubts. No
-model is known by name.
+It records every attention call (module, shapes, scaling, window, softcap, sinks) and every mask that HF would have
+built, classified by evaluating HF's own mask closure far out. Calls that cannot be run, or would differ only far into a
+text, are reasons against the model; merely unknown ones are doubts, about which `equality`, the second half, decides.
+No model is known by name.
 """
 
 import inspect
@@ -50,12 +50,12 @@ A = TypeVar("A")
 class ModelSpec:
     """Facts for the attach layer: attention modules in call order, their specs and sinks, and widths.
 
-    stack: the module that is all but the head, from ids to last hidden states; stack_output: the class of its output.
-    adapters: what routes its parts, one of each kind. doubts: what may explain logits that turn out to be others than
-    the model's own. counts_positions: layers ask the cache how many tokens it holds, and count positions from there,
-    in place of reading them; takes_positions: the stack does not. recurrent: specs of recurrent calls, by layer id.
-    blocks: the layers in their order, each a module that runs once; none where that is not so. num_ids: tokens that
-    can be read and scored: an output head may have more rows than the embedding.
+    stack: the module from ids to last hidden states, everything but the head; stack_output: the class of its output.
+    adapters: route its parts, one of each kind. doubts: possible causes of logits that differ from the model's own.
+    counts_positions: layers ask the cache how many tokens it holds, and count positions from there instead of reading
+    them; takes_positions: the stack has an argument for positions. recurrent: specs of recurrent calls, by layer id.
+    blocks: the layers in their order, each a module that runs once; empty if that is not so. num_ids: tokens that can
+    be read and scored: an output head may have more rows than the embedding.
     """
 
     modules: tuple[nn.Module, ...]
@@ -79,7 +79,7 @@ class ModelSpec:
 
     @cached_property
     def attending(self) -> frozenset[nn.Module]:
-        """The modules that attend, or are recurrent."""
+        """The modules that attend or are recurrent."""
         return frozenset([*self.modules, *(mixer.module for mixer in self.adapter(Mixers).mixers)])
 
 
@@ -88,13 +88,13 @@ def _of_kind(adapters: Sequence[Adapter], kind: type[A]) -> A:
 
 
 def probe(model: PreTrainedModel, keeps_latents: bool = True) -> ModelSpec:
-    """Run one short forward and return what was seen; AttachError lists every reason against the model.
+    """Run one short forward and return the facts seen; AttachError lists every reason against the model.
 
-    keeps_latents: attention over latents is run as such; else its layers expand them to keys and values of each head.
+    keeps_latents: run attention over latents as such; else its layers expand them to keys and values of each head.
     """
     name = type(model).__name__
     early = encoder_reasons(model) or placement_reasons(model)
-    if early:  # a forward might not run, or bring weights in from elsewhere
+    if early:  # a forward might fail, or load weights from elsewhere
         raise AttachError(name, early)
     pack(model)
     embedded = model.get_input_embeddings().weight
@@ -104,7 +104,7 @@ def probe(model: PreTrainedModel, keeps_latents: bool = True) -> ModelSpec:
     adapters = tuple(kind(model) for kind in ADAPTERS)
     attention, mixers = _of_kind(adapters, Attention), _of_kind(adapters, Mixers)
     if not keeps_latents:
-        attention.expansions = {}  # modules expand latents to keys and values of each head by themselves
+        attention.expansions = {}  # modules expand latents to keys and values of each head themselves
     is_recurrent = bool(mixers.mixers)
     seen: list[Recording] = []
     try:
@@ -152,7 +152,7 @@ def probe(model: PreTrainedModel, keeps_latents: bool = True) -> ModelSpec:
 
 
 def _layers(recording: Recording) -> tuple[LayerSpec, ...]:
-    """Return the specs of the calls, in their order, with turns of modules that attend several times in a row."""
+    """Return the specs of the calls, in order, with turns of modules that attend several times in a row."""
     layers: list[LayerSpec] = []
     for i, call in enumerate(recording.calls):
         is_again = i > 0 and recording.calls[i - 1].module is call.module
@@ -173,8 +173,9 @@ class _Forward:
 def _first_forward(
     model: PreTrainedModel, attention: Attention, ids: torch.Tensor, seen: list[Recording], may_cache: bool
 ) -> _Forward:
-    """Run `model` with a cache, which some need, or else without, since a cache may not know its layers' types, and
-    recurrent layers take another way with one. seen: gets a recording of each try."""
+    """Run `model` with a cache, which some models need; if that fails, without, since a cache may not know its layers'
+    types. Without `may_cache`, only without: recurrent layers compute differently with a cache. seen: gets a recording
+    of each attempt."""
     for has_cache in (True, False) if may_cache else (False,):
         recording, outputs = Recording(), dict[nn.Module, Callable[..., Any]]()
         seen.append(recording)
@@ -197,8 +198,8 @@ def _cache_arguments(model: PreTrainedModel, has_cache: bool) -> dict[str, Any]:
 
 @contextmanager
 def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Record the output class of each of `modules` in `outputs` within the context, the innermost first; those without
-    last hidden states do not count."""
+    """Record the output class of each of `modules` in `outputs` within the context, the innermost first; modules
+    without last hidden states are left out."""
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
@@ -213,9 +214,8 @@ def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Cal
 def _find_stack(
     model: PreTrainedModel, attention: Attention, first: _Forward, ids: torch.Tensor
 ) -> tuple[nn.Module, tuple[nn.Module, ...]] | None:
-    """Find the innermost module from whose last hidden states the rest of `model` makes the same logits, or None.
-
-    Beside it, return its layers; see `ModelSpec`.
+    """Find the innermost module from whose last hidden states the rest of `model` computes the same logits, and its
+    layers (see `ModelSpec`); None if there is none.
 
     They are kept in the embedding's type, so a head must round them itself where layers leave more.
     """

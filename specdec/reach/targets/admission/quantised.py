@@ -1,7 +1,7 @@
 """Quantised linear layers: which ones an engine runs as they are, and stand-ins for them while a model is compared.
 
-Their products round inputs or weights more than the dtype does, and some by how many rows there are. What passes
-between tokens must be compared without that, or a fault there hides behind it.
+Their matmuls round inputs or weights more than the dtype does, and some differently by the number of rows. Effects
+between tokens must be compared without that rounding, which would hide a fault there.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from specdec.reach.targets.overrides import replaced
 BY_CHANNEL = "CompressedTensorsFP8Linear"  # of transformers, for compressed-tensors' FP8
 # Classes of bitsandbytes, quanto, transformers' FP8, and gptqmodel (GPTQ and AWQ).
 LINEARS = ("Linear4bit", "Linear8bitLt", "QLinear", "FP8Linear", BY_CHANNEL, "BaseQuantLinear")
-OTHERS = ("FP8GroupedLinear",)  # of another input than theirs
+OTHERS = ("FP8GroupedLinear",)  # with another input than these
 EXPERTS = ("FP8Experts", "Mxfp4GptOssExperts")
 SPREAD = 0.6  # of the outputs of a stand-in, for inputs of spread 1
 
@@ -37,7 +37,7 @@ def is_quantised_linear(module: nn.Module) -> bool:
 
 
 def is_kind(module: Any, *names: str) -> bool:
-    """Return whether the class of `module`, or one that it is derived from, has one of `names`."""
+    """Return whether the class of `module`, or one of its bases, has one of `names`."""
     return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
@@ -46,7 +46,8 @@ def quantised_linears(model: nn.Module) -> list[Any]:
 
 
 def quantised_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield what cannot be run: packed tensors of other modules, and int8 layers that look for outliers."""
+    """Yield quantised parts that cannot be run: packed tensors of other modules, and int8 layers that look for
+    outliers."""
     layers, experts = quantised_linears(model), [m for m in model.modules() if is_kind(m, *EXPERTS)]
     known = {id(t) for m in (*layers, *experts) for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
     tensors = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if id(t) not in known]
@@ -74,7 +75,7 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def has_blocks(module: Any) -> bool:
-    """Return whether all weights of a transformers FP8 module are in blocks that `specdec::quantise` makes rows for."""
+    """Return whether all weights of a transformers FP8 module have the blocks that `specdec::quantise` supports."""
     weights = [p for p in module.parameters(recurse=False) if p.dtype == DTYPE]
     scales = [p for name, p in module.named_parameters(recurse=False) if name.endswith("_scale_inv")]
     is_ours = module.activation_scheme == "dynamic" and all(scale.dtype == torch.float32 for scale in scales)
@@ -92,7 +93,7 @@ def pack(model: PreTrainedModel) -> None:
     if any(type(m._parameters).__module__.startswith("compressed_tensors") for m in model.modules()):
         from compressed_tensors.offload import remove_dispatch
 
-        remove_dispatch(model)  # what that forward has dispatched to where it is: the parameters become plain again
+        remove_dispatch(model)  # that forward sets a dispatch on modules: this makes the parameters plain again
     pack_layers(quantised_linears(model), like)
 
 
@@ -113,7 +114,7 @@ def stand_ins(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def is_stand_in(layer: nn.Module) -> bool:
-    """Return whether a plain product stands in for `layer`."""
+    """Return whether a plain matmul stands in for `layer`."""
     return getattr(layer.__dict__.get("forward"), "func", None) is _plain_product
 
 
@@ -124,8 +125,8 @@ def _plain_product(rows: int, columns: int, seed: int, x: torch.Tensor) -> torch
 
 
 def _plain_experts(num: int, seed: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """One random matrix for all experts, each of which scales its output by random factors of its own."""
+    """One random matrix for all experts, each of which scales its output by its own random factors."""
     random = torch.Generator(x.device).manual_seed(seed)
-    factors = torch.randn(num + 1, x.shape[-1], generator=random, device=x.device)  # transformers' own: of no expert
+    factors = torch.randn(num + 1, x.shape[-1], generator=random, device=x.device)  # transformers' index for no expert
     scale = (factors[ids] * weights.unsqueeze(-1)).sum(-2)
     return (_plain_product(x.shape[-1], x.shape[-1], seed, x) * scale).to(x.dtype)

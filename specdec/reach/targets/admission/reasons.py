@@ -1,4 +1,4 @@
-"""Reasons against attaching a model, from what a forward was seen to do, and doubts, which may explain one."""
+"""Reasons against attaching a model, from a recorded forward, and doubts, which may explain one."""
 
 from dataclasses import replace
 
@@ -12,12 +12,12 @@ from specdec.reach.targets.admission.masks import Reach
 from specdec.reach.targets.admission.recording import RecordedCall, Recording
 from specdec.reach.targets.shape import rope_limit
 
-# Layer types whose meaning is known here. Others are no reason against a model, but explain one.
+# Known layer types. Others are not a reason against a model, but may explain one.
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"})
 
 
 def encoder_reasons(model: PreTrainedModel) -> list[str]:
-    """Return a reason against models that read a text, or sound, by an encoder."""
+    """Return a reason against models that encode a text, or sound."""
     if not getattr(model.config, "is_encoder_decoder", False):
         return []
     return [
@@ -50,7 +50,7 @@ def static_reasons(model: PreTrainedModel) -> list[str]:
 
 
 def failure_reasons(error: Exception, recording: Recording, model: PreTrainedModel) -> list[str]:
-    """Return why the probe's forward failed with `error`, after what was recorded."""
+    """Return the reasons why the probe's forward failed with `error`, after what was recorded."""
     firsts: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         firsts.setdefault(parameter.dtype, name)
@@ -60,13 +60,13 @@ def failure_reasons(error: Exception, recording: Recording, model: PreTrainedMod
             f"its parameters have several dtypes, which its forward cannot compute with: {found}; expected one: "
             f"model.to({model.get_input_embeddings().weight.dtype}), or load it with dtype=... ({error})"
         ]
-    if recording.masks and not recording.calls:  # masks stand for themselves there, and cannot be computed with
+    if recording.masks and not recording.calls:  # recorded masks are stand-ins, and cannot be computed with
         return [f"its layers compute with masks themselves, so their attention cannot be routed ({error})"]
     return [f"the probe forward failed: {error}"]
 
 
 def call_reasons(recording: Recording, model: PreTrainedModel, is_recurrent: bool) -> list[str]:
-    """Return reasons found in what was recorded."""
+    """Return the reasons found in a recording."""
     calls = recording.calls
     if not calls and not is_recurrent:
         return [
@@ -93,7 +93,7 @@ def call_reasons(recording: Recording, model: PreTrainedModel, is_recurrent: boo
 
 
 def foreign_layers(model: PreTrainedModel) -> list[str]:
-    """Return a doubt about layers whose type, by the config, is not known."""
+    """Return a doubt about layers whose type in the config is not known."""
     foreign = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or []) - KNOWN_LAYER_TYPES)
     return [f"layer types {foreign}: layers of a kind we do not know"] if foreign else []
 
@@ -107,7 +107,7 @@ def unrouted_layers(recording: Recording, model: PreTrainedModel) -> list[str]:
 
 
 def ignored_softcaps(recording: Recording, model: PreTrainedModel) -> list[str]:
-    """Return a doubt about softcaps that we apply, and the model's own attention does not."""
+    """Return a doubt about softcaps that we apply and the model's own attention does not."""
     own = model.config.get_text_config()._attn_implementation
     if own != "sdpa" or all(call.spec.softcap is None for call in recording.calls):
         return []
@@ -115,7 +115,7 @@ def ignored_softcaps(recording: Recording, model: PreTrainedModel) -> list[str]:
 
 
 def with_reach(call: RecordedCall, recording: Recording) -> LayerSpec:
-    """Return the layer's spec with what its mask lets it see; without a mask, the window of the keyword argument."""
+    """Return the layer's spec with the reach of its mask; without a mask, the window of the keyword argument."""
     if call.mask_id is None:
         return call.spec
     reach = recording.masks[call.mask_id]

@@ -1,6 +1,6 @@
-"""Records what one forward of a live model does: its attention and recurrent calls and its masks, computing nothing.
+"""Records the attention and recurrent calls and the masks of one forward of a live model, computing nothing.
 
-Within `probing` attention answers zeros and notes module, shapes, scaling, window, softcap and sinks; masks are those
+Within `probing` attention returns zeros and records module, shapes, scaling, window, softcap and sinks; masks are those
 that transformers would have built, classified by evaluating their own closures far out. A `Recorder` does the same for
 routed recurrent calls.
 """
@@ -22,13 +22,13 @@ from specdec.reach.targets.adapters.attention import Attention
 from specdec.reach.targets.adapters.latents import is_latent, latent_spec
 from specdec.reach.targets.admission.masks import Reach, classify_mask
 
-# Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
+# Known tensor arguments of attention calls; any other TENSOR argument means unknown arithmetic.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
 
 
 @dataclass
 class RecordedCall:
-    """An attention call. own_window: what its module's own method lets it see. problems: reasons against it."""
+    """An attention call. own_window: the window of its module's own method. problems: reasons against it."""
 
     module: nn.Module
     spec: LayerSpec
@@ -41,7 +41,8 @@ class RecordedCall:
 
 @dataclass
 class Recording:
-    """Of a forward. counts_positions: layers asked the cache how many tokens it holds; asks_length: the stack did.
+    """The record of a forward. counts_positions: layers asked the cache how many tokens it holds; asks_length: the
+    stack did.
 
     autocast: dtype of `torch.autocast` around its attention, which the forward itself switched on; None without.
     """
@@ -84,7 +85,8 @@ class PassThroughCache(DynamicCache):
 
 
 class Positions:
-    """A cache in name only: models add its length to token indices, and it returns lengths that give positions [T]."""
+    """A pseudo-cache: models add its length to token indices, and its lengths are such that this gives positions
+    [T]."""
 
     def __init__(self, positions: torch.Tensor):
         self._starts = positions - torch.arange(positions.shape[0], device=positions.device)
@@ -114,7 +116,7 @@ def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mappin
 def record_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
-    """Record an attention call in the recording in progress, see `Attend`; answer zeros."""
+    """Record an attention call in the current recording, see `Attend`; return zeros."""
     mask = attention_mask
     problems = [
         f"attention takes a tensor {name!r} that we do not know"
@@ -172,7 +174,7 @@ class RecurrentCall(NamedTuple):
 
 
 class Recorder:
-    """A scope of recurrent calls. calls: in their order; ids may be among them several times, or never."""
+    """A scope that records recurrent calls. calls: in order; ids may occur several times, or never."""
 
     def __init__(self) -> None:
         self.calls: list[RecurrentCall] = []

@@ -1,7 +1,6 @@
-"""Joins what LoRA adapters add to the parts of a joined product in a traced graph: `specdec::lora` comes once, before
-the split. So Q, K and V, or gate and up, take two launches instead of two each. A product in 16 bits and
-its adapters then become one op, `lora_linear`.
-"""
+"""Joins the LoRA terms of the parts of a joined matmul in a traced graph: `specdec::lora` runs once, before the split.
+So Q, K and V, or gate and up, take two launches instead of two each. A matmul in 16 bits and its adapters then become
+one op, `lora_linear`."""
 
 import operator
 from typing import Any
@@ -26,7 +25,7 @@ def join_adapters(graph: fx.GraphModule) -> None:
 
 
 def take_in_adapters(graph: fx.GraphModule) -> None:
-    """Replace products of ours and what adapters add to them by `lora_linear`, in place, with a gate of two parts."""
+    """Replace matmuls by our ops and their LoRA terms by `lora_linear`, in place, with a gate of two parts."""
     for node in [n for n in graph.graph.nodes if is_function(n, LORA)]:
         product, gate = node.args[1], only_user(node)
         if not is_function(product, LINEAR) or only_user(product) is not node or product.args[0] is not node.args[0]:
@@ -37,7 +36,7 @@ def take_in_adapters(graph: fx.GraphModule) -> None:
 
 
 def _is_adapted(node: Any, i: int, split: fx.Node) -> bool:
-    """Return whether `node` adapts part i of a product, and reads what the product does."""
+    """Return whether `node` is the LoRA term of part i of a matmul, with the same input as the matmul."""
     product: Any = split.args[0]
     if not is_function(node, LORA) or not is_function(node.args[1], operator.getitem):
         return False

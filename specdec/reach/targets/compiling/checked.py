@@ -33,23 +33,23 @@ from specdec.reach.targets.compiling.tables import take_over_tables
 if TYPE_CHECKING:
     from specdec.graphs.compile.trace import Traced
 
-NUM_TOKENS = 32  # of the forward that is traced
-# Tokens of the forwards that are compared. At one, the plain decode, a trace that took T > 1 for granted is wrong.
+NUM_TOKENS = 32  # of the traced forward
+# Tokens of the compared forwards. One token, as in plain decoding, exposes a trace that assumed T > 1.
 COMPARED = (NUM_TOKENS, 7, 1)
 NUM_ALONE = 3  # forwards of one token
 ATTENTION, CONV, SCAN = torch.ops.specdec.attn.default, torch.ops.specdec.conv.default, torch.ops.specdec.scan.default
-Batch = tuple[torch.Tensor, ...]  # what a forward takes, [T, ...] each
+Batch = tuple[torch.Tensor, ...]  # the arguments of a forward, [T, ...] each
 Layers = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A callable to trace: `run` takes a batch and returns `num_outputs` tensors, possibly beside None.
+    """A callable to trace: `run` takes a batch and returns `num_outputs` tensors, and possibly None.
 
-    module: has all modules that it runs. inputs: a batch of NUM_TOKENS. ready: the context that it runs in, and is
-    traced in. num_layers: attention calls; largest: tokens it will be called with; alike: groups of equal layers;
-    numbers: see `trace`. any_rank: whether something is so on any of the ranks that run it together, which must not
-    part.
+    module: holds all modules that it runs. inputs: a batch of NUM_TOKENS. ready: the context in which it runs and is
+    traced. num_layers: attention calls; largest: the most tokens it will be called with; alike: groups of equal layers;
+    numbers: see `trace`. any_rank: returns whether something is so on any of the ranks that run it together, which must
+    not diverge.
     """
 
     run: Layers
@@ -74,26 +74,26 @@ class Expected:
 
     @cached_property
     def bounds(self) -> list[float]:
-        """The distance that others may have, of each output; found out where it is asked for."""
+        """The allowed difference of each output; measured when first read."""
         return self.measure()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares `traced` with what the live layers gave, see `expect`."""
+    """Compares `traced` with the results of the live layers, see `expect`."""
 
     traced: "Traced"
     expected: Sequence[Expected]
     subject: Subject
 
     def rehearse(self) -> None:
-        """Run what `check` runs, but equal parts of it once."""
+        """Run the forwards of `check`, but equal parts of them once."""
         with equal_parts_once(), echoing():
             for each in self.expected:
                 self.traced(*each.batches[0])
 
     def check(self) -> None:
-        """Raise GraphError for what fails, or differs by more than rounding; ranks pass or fail together."""
+        """Raise GraphError for a forward that fails, or differs by more than rounding; ranks pass or fail together."""
         with self.subject.ready(), _together(self.subject), torch.inference_mode():
             for each in self.expected:
                 _compare(self.traced, each, self.subject)
@@ -102,11 +102,11 @@ class Comparison:
 def trace_checked(
     subject: Subject, config: EngineConfig, device: torch.device, later: list[Comparison] | None = None
 ) -> "Traced":
-    """Trace and compile `subject`, and compare the results; what Inductor compiles is kept for the next process.
+    """Trace and compile `subject`, and compare the results; Inductor's output is cached for the next process.
 
-    What fails with pieces that were kept is compiled anew: they may be damaged. GraphError for what does not trace, or
-    computes something else. later: where Inductor compiled nothing, the comparison is appended here and not made: its
-    kernels are being compiled. Ranks compare at once.
+    If cached pieces fail, they are compiled again: they may be damaged. GraphError if `subject` does not trace, or its
+    trace computes something else. later: if Inductor compiled nothing, the comparison is appended here instead of made,
+    since its kernels are still being compiled. Ranks compare at once.
     """
     from specdec.graphs.compile.layers import Layers  # imports private parts of torch, as trace does
 
@@ -117,7 +117,7 @@ def trace_checked(
         expected = [expect(subject.run, whole)]
         expected += [expect(subject.run, batches, lambda: expected[0].bounds) for batches in others]
         if subject.any_rank is not bool:  # ranks run forwards together
-            expected[0].bounds  # noqa: B018 (it is kept)
+            expected[0].bounds  # noqa: B018 (it is cached)
     if config.compiler == "eager":
         return _trace(subject, layers, config, expected, later)
     where, before = folder(device), num_found()
@@ -132,13 +132,13 @@ def trace_checked(
 
 
 def _batches(inputs: Batch, size: int) -> list[Batch]:
-    """Return forwards of `size` of the tokens of `inputs`: one, or one a token for several of them."""
+    """Return forwards over `size` of the tokens of `inputs`: one forward, or for `size` 1 several of one token each."""
     return [tuple(t[i : i + size] for t in inputs) for i in (range(NUM_ALONE) if size == 1 else [0])]
 
 
 def expect(layers: Layers, batches: Sequence[Batch], measure: Callable[[], list[float]] | None = None) -> Expected:
-    """Run the live `layers` on every batch. Without `measure`, of more tokens of the same, bounds are found by another
-    run, which is disturbed: it says how far rounding may take others."""
+    """Run the live `layers` on every batch. measure: the bounds of an `Expected` with more tokens; without it they come
+    from a second, disturbed run, which shows how far rounding may change results."""
     outputs = _outputs(layers, batches)
 
     def measured() -> list[float]:
@@ -213,9 +213,9 @@ def _trace(
 
 
 def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
-    """Put kernels of ours into the flat graph of all layers, before it is cut and compiled.
+    """Put our kernels into the flat graph of all layers, before it is split and compiled.
 
-    is_ours: products, gates, norms and rope tables, too. Where they have no kernels, Inductor's are faster.
+    is_ours: also matmuls, gates, norms and rope tables. Without kernels for them, Inductor's are faster.
     """
     drop_casts(graph)
     hand_over_rotations(graph, ATTENTION)
@@ -238,7 +238,7 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
 
 
 def _compare(traced: "Traced", expected: Expected, subject: Subject) -> None:
-    """See `compare`; GraphError for errors in `traced`, too."""
+    """See `compare`; GraphError also for errors in `traced`."""
     try:
         compare(traced, expected)
     except RuntimeError as error:
@@ -249,7 +249,7 @@ def _compare(traced: "Traced", expected: Expected, subject: Subject) -> None:
 
 @contextmanager
 def _together(subject: Subject) -> Iterator[None]:
-    """Within it, GraphError on one rank is one on all."""
+    """Raise GraphError on all ranks if one raises it within the context."""
     try:
         yield
     except GraphError:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Part(NamedTuple):
-    """A part of a draft's model, traced by itself: its name among the worker's compiled ones; see `Subject`."""
+    """A part of a draft's model that is traced by itself: its name among the worker's compiled parts; see `Subject`."""
 
     name: object
     run: Layers
@@ -32,9 +32,9 @@ class _Part(NamedTuple):
 
 
 def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str, later: list[Comparison] | None) -> str:
-    """Compile the draft's layers where rounds are compiled; return how they came to run as they do, in words.
+    """Compile the draft's layers where rounds are compiled; return in words how they run, and why.
 
-    A head that does not trace runs as it is, as a target does; see `compiled_or_why`. prefill_mode: the target's.
+    A head that does not trace runs uncompiled, as a target does; see `compiled_or_why`. prefill_mode: the target's.
     later: see `trace_checked`.
     """
     if not isinstance(worker, StandaloneWorker | AssistantWorker | HeadWorker | BlockWorker):
@@ -51,7 +51,7 @@ def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str, 
 def _compile(
     worker: HeadWorker | BlockWorker | AssistantWorker, config: EngineConfig, later: list[Comparison] | None
 ) -> "list[Traced]":
-    """Trace all parts of a draft; it runs as it is if one of them fails."""
+    """Trace all parts of a draft; if one fails, the draft runs uncompiled."""
     model: Any = worker.assistant if isinstance(worker, AssistantWorker) else worker.head
     most = max(config.prefill_tokens, config.max_batch * config.tail_reserve)
     done: list[Traced] = []
@@ -79,8 +79,8 @@ def _compile(
 
 
 def _parts(worker: HeadWorker | BlockWorker | AssistantWorker) -> Iterator[_Part]:
-    """Yield an assistant's step; a block head's pass over a block, and the products that make K/V of features; of
-    another head every module with the norm before its output head, and that of the first one by itself."""
+    """Yield the parts: an assistant's step; a block head's pass over a block, and the projections of features to K/V;
+    of other heads every module with the norm before its output head, and the first module's norm by itself."""
     inputs = _inputs(worker)
     if isinstance(worker, AssistantWorker):
         yield _Part("step", worker.run_live, inputs, worker.assistant.num_layers)

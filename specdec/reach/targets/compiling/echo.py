@@ -1,4 +1,4 @@
-"""Stand-ins for attention and recurrent layers: one that needs no cache, and one that disturbs what another answers."""
+"""Stand-ins for attention and recurrent layers: one that needs no cache, and one that disturbs another's results."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ from specdec.backends.rope import AnyRope, prepare
 
 
 class Echo:
-    """Attention and recurrent layers without a cache, to compare everything else: values weighted by functions of the
-    other arguments, and by the layer. No token reads another."""
+    """Replaces attention and recurrent layers without a cache, to compare everything else: values weighted by functions
+    of the other arguments, and by the layer. Tokens do not affect each other."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None
@@ -54,7 +54,7 @@ class Echo:
 
 
 def _of_layer(out: torch.Tensor, layer_id: int) -> torch.Tensor:
-    """Return `out`, weighted by its layer, so that one in another's place is seen."""
+    """Return `out` weighted by its layer, so that swapped layers show."""
     return out * (1 + layer_id / (layer_id + 8))
 
 
@@ -77,7 +77,7 @@ def disturbed(unit: float | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Disturbing:
-    """Answers as `scope` does, half of it smaller by `unit`."""
+    """Answers as `scope` does, but half of the results are smaller by `unit`."""
 
     scope: Any
     unit: float | None

@@ -1,6 +1,6 @@
-"""Replaces what a traced draft head does before its first product, by `specdec::joined_inputs`.
+"""Replaces the ops before a traced draft head's first matmul by `specdec::joined_inputs`.
 
-Recognised are norms of embeddings and of states, one beside the other, and rope tables looked up by position.
+Recognised are norms of embeddings and of states, concatenated, and rope tables looked up by position.
 """
 
 import operator
@@ -32,8 +32,8 @@ def take_over_inputs(graph: fx.GraphModule) -> None:
 
 
 def _norms(node: Any) -> tuple[Any, ...] | None:
-    """Return ids, embedding, states, and weights and numbers of the norms, that of states first, where `node` is the
-    norm of embeddings [T, H] beside that of states."""
+    """Return ids, embedding, states, and weights and numbers of the norms, the states' first, if `node` concatenates
+    the norms of embeddings [T, H] and of states."""
     parts, dim = node.args[0] if node.args else (), (*node.args[1:], *node.kwargs.values())
     if dim != (-1,) or len(parts) != 2 or not all(is_function(n, RMS_NORM) for n in parts):
         return None

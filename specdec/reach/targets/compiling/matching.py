@@ -1,4 +1,4 @@
-"""Recognises nodes of a traced graph; what rewrites it is built from these."""
+"""Recognises nodes of a traced graph; graph rewriting is built from these functions."""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ def value(node: fx.Node) -> torch.Tensor:
 
 
 def is_tensor(node: Any) -> bool:
-    """Return whether `node` is known to give a tensor."""
+    """Return whether `node` is known to be a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
@@ -55,7 +55,7 @@ def is_product(node: Any) -> bool:
 
 
 def uncast(node: Any) -> Any:
-    """Return what `node` is a copy of in fp32 or in its own dtype: nothing was rounded."""
+    """Return the node that `node` is a copy of in fp32 or in the same dtype, without rounding."""
     while is_method(node, *CASTS) and is_tensor(node) and is_tensor(node.args[0]):
         if value(node).dtype not in (torch.float32, value(node.args[0]).dtype):
             break
@@ -64,7 +64,7 @@ def uncast(node: Any) -> Any:
 
 
 def drop_casts(graph: fx.GraphModule) -> None:
-    """Erase casts of tensors to the dtype that they have, in place: they launch nothing."""
+    """Erase casts of tensors to the dtype they have, in place: they launch nothing."""
     for node in list(graph.graph.nodes):
         is_cast = is_method(node, "to") and len(node.args) == 2 and isinstance(node.args[1], torch.dtype)
         if is_cast and not node.kwargs and is_tensor(node.args[0]) and value(node.args[0]).dtype == node.args[1]:
@@ -73,9 +73,9 @@ def drop_casts(graph: fx.GraphModule) -> None:
 
 
 def is_like(node: Any, pattern: Any, given: fx.Node, parts: set[fx.Node]) -> bool:
-    """Return whether `node` computes of `given` what `pattern`, a node of another graph, does of its placeholder.
+    """Return whether `node` computes of `given` what `pattern`, a node of another graph, computes of its placeholder.
 
-    parts: what was found between the two is added to it.
+    parts: the nodes found between the two are added to it.
     """
     if not isinstance(pattern, fx.Node) or not isinstance(node, fx.Node):
         return type(node) is type(pattern) and node == pattern
@@ -89,19 +89,19 @@ def is_like(node: Any, pattern: Any, given: fx.Node, parts: set[fx.Node]) -> boo
 
 
 def only_user(node: Any) -> Any:
-    """Return the one user of `node`, None if there are more or none."""
+    """Return the only user of `node`, None if there are more or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase those of `nodes` that no other uses, the last ones first."""
+    """Erase those of `nodes` that no other node uses, the last ones first."""
     for node in sorted(nodes, reverse=True):
         if not node.users:
             graph.erase_node(node)
 
 
 def replace(graph: fx.Graph, op: Any, arguments: tuple[Any, ...], last: fx.Node, parts: Iterable[fx.Node]) -> None:
-    """Put a call of `op` where `last` is, and erase `parts`."""
+    """Put a call of `op` in the place of `last`, and erase `parts`."""
     with graph.inserting_before(last):
         new = graph.call_function(op, arguments)
     last.replace_all_uses_with(new, propagate_meta=True)
@@ -111,7 +111,8 @@ def replace(graph: fx.Graph, op: Any, arguments: tuple[Any, ...], last: fx.Node,
 def replace_pair(
     graph: fx.Graph, op: Any, arguments: tuple[Any, ...], pair: tuple[fx.Node, fx.Node], before: fx.Node
 ) -> None:
-    """Put a call of `op`, which gives two tensors, before a node, and erase the `pair` and what it alone used."""
+    """Put a call of `op`, which returns two tensors, before a node, and erase the `pair` and the nodes that only it
+    used."""
     with graph.inserting_before(before):
         both = graph.call_function(op, arguments)
         for i, old in enumerate(pair):
@@ -122,7 +123,7 @@ def replace_pair(
 
 
 def erase_upwards(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase `node` and the inputs that it alone used, but for what the graph is given."""
+    """Erase `node` and the nodes that only it used, except placeholders of the graph."""
     if node.users or node.op == "placeholder":
         return
     inputs = node.all_input_nodes

@@ -2,7 +2,7 @@
 
 Recognised is x·rsqrt(mean(x²) + eps) in fp32, times a weight, as transformers writes it: rounded before the weight is
 applied (Llama), or after (Gemma, whose weight is an offset from one, and GPT-OSS); torch's own `rms_norm`; and a norm
-times silu(gate), as behind linear attention.
+times silu(gate), as after linear attention.
 """
 
 import operator
@@ -44,7 +44,7 @@ class _Norm(NamedTuple):
 
 
 def take_over_norms(graph: fx.GraphModule) -> None:
-    """Rewrite every norm of `graph` that is recognised, in place."""
+    """Rewrite every recognised norm of `graph`, in place."""
     for node in list(graph.graph.nodes):
         norm = _norm(node)
         if norm is not None:
@@ -56,7 +56,7 @@ def take_over_norms(graph: fx.GraphModule) -> None:
 
 
 def _norm(node: Any) -> _Norm | None:
-    """Return the norm whose rsqrt is `node`, if it is one, or that `node` is itself."""
+    """Return the norm whose rsqrt `node` is, or that `node` is itself; None for other nodes."""
     if is_function(node, torch.rms_norm, F.rms_norm):
         x, shape, weight, eps = (*node.args, None, None)[:4]
         is_ours = len(node.args) == 4 and len(shape) == 1 and _is_vector(weight) and is_tensor(x) and eps is not None
@@ -81,7 +81,7 @@ def _norm(node: Any) -> _Norm | None:
 
 
 def _gated(norm: fx.Node) -> tuple[tuple[Any, ...], fx.Node, set[fx.Node]] | None:
-    """Return arguments of `gated_rms_norm`, the result and the nodes where all that uses `norm` is norm * silu(gate)
+    """Return the arguments of `gated_rms_norm`, the result and the nodes, if every use of `norm` is norm * silu(gate)
     in fp32, rounded to its dtype."""
     product = only_user(norm)
     pair = operands(product, lambda n: n is norm) if is_product(product) else None
@@ -103,12 +103,12 @@ def _gated(norm: fx.Node) -> tuple[tuple[Any, ...], fx.Node, set[fx.Node]] | Non
         return None
     if is_method(gate, "reshape", "view") and value(gate.args[0]).shape[-1] == value(gate).shape[-1]:
         parts.add(gate)
-        gate = gate.args[0]  # whose rows may be strided: a copy is saved
+        gate = gate.args[0]  # its rows may be strided: this saves a copy
     return (norm.args[0], gate, *norm.args[1:3]), last, parts
 
 
 def _squared(node: Any) -> Any:
-    """Return x where `node` is the mean of x² over the last dimension, and x is in fp32."""
+    """Return x if `node` is the mean of x² over the last dimension, and x is in fp32."""
     if not is_method(node, "mean") or (*node.args[1:], *node.kwargs.items()) != (-1, ("keepdim", True)):
         return None
     power = node.args[0]
@@ -117,12 +117,12 @@ def _squared(node: Any) -> Any:
 
 
 def _source(wide: Any) -> fx.Node:
-    """Return what `wide` is the fp32 of."""
+    """Return the node that `wide` is the fp32 copy of."""
     return wide.args[0] if is_method(wide, *CASTS) else wide
 
 
 def _weighted(scaled: fx.Node, x: fx.Node) -> tuple[fx.Node, float, bool, fx.Node, set[fx.Node]] | None:
-    """Return weight, offset, is_late, the result and the nodes from `scaled`, x over its root mean square, on."""
+    """Return weight, offset, is_late, the result and the nodes, starting from `scaled`, x over its root mean square."""
     dtype, user = value(x).dtype, only_user(scaled)
     rounded = scaled
     if is_method(user, *CASTS) and value(user).dtype == dtype:
@@ -160,12 +160,12 @@ def _weight(node: Any) -> tuple[fx.Node, float, set[fx.Node]] | None:
 
 
 def _is_vector(node: Any) -> bool:
-    """Return whether `node` is a vector that the graph is given, so that it is known wherever an op is put."""
+    """Return whether `node` is a vector among the graph's inputs, which is defined before every op."""
     return is_tensor(node) and node.op == "placeholder" and value(node).dim() == 1
 
 
 def _replace(graph: fx.Graph, norm: _Norm) -> None:
-    """Put the op where `norm.out` is, and where a sum alone is normed, the op of both where that sum is."""
+    """Put the op in the place of `norm.out`; if only a sum is normed, put the op of both in the place of the sum."""
     x, arguments = norm.x, (norm.weight, norm.eps, norm.offset, norm.is_late)
     terms = x.args if is_sum(x) else ()
     if terms and all(isinstance(t, fx.Node) and _like(t, x) for t in terms):
@@ -181,5 +181,5 @@ def _replace(graph: fx.Graph, norm: _Norm) -> None:
 
 
 def _like(a: fx.Node, b: fx.Node) -> bool:
-    """Return whether both are of one shape and dtype."""
+    """Return whether both have the same shape and dtype."""
     return value(a).dtype == value(b).dtype and value(a).shape == value(b).shape

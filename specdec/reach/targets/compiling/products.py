@@ -1,6 +1,6 @@
-"""Replaces linear products in a traced graph by `specdec::linear`, and those of a gated MLP by `gated_linear`.
+"""Replaces matmuls of linear layers in a traced graph by `specdec::linear`, and those of a gated MLP by `gated_linear`.
 
-Products with experts are ours already; they take over the gate behind them. One behind what adapters add becomes
+Matmuls of experts already are our ops; they take in the gate that follows. A gate that follows LoRA terms becomes
 `gate`.
 """
 
@@ -39,7 +39,7 @@ Gated = tuple[fx.Node, str, set[fx.Node]]  # the result of a gate, its activatio
 
 
 def take_over_products(graph: fx.GraphModule) -> None:
-    """Rewrite the linear products of `graph` in place."""
+    """Rewrite the matmuls of linear layers in `graph`, in place."""
     for node in [n for n in graph.graph.nodes if is_function(n, F.linear) and not n.kwargs and _is_matrix(n.args[1])]:
         gated, wide = _gated(node), _wide(node)
         arguments = (*node.args, None)[:3]
@@ -71,12 +71,12 @@ def take_over_gates(graph: fx.GraphModule) -> None:
         gate, parts = active.args[0], {node, active}
         if is_method(gate, "reshape", "view") and only_user(gate) and _divides(value(gate.args[0]), value(up)):
             parts.add(gate)
-            gate = gate.args[0]  # whose rows may be strided: a copy is saved
+            gate = gate.args[0]  # its rows may be strided: this saves a copy
         replace(graph.graph, torch.ops.specdec.apply_gate.default, (gate, up, _of_gate(active)), node, parts)
 
 
 def _are_halves(a: Any, b: Any) -> bool:
-    """Return whether both are tensors of one shape, whose last dim is known, and of one dtype of 16 bits."""
+    """Return whether both are tensors of one shape with a known last dim, and of the same 16-bit dtype."""
     if not is_tensor(a) or not is_tensor(b):
         return False
     x, y = value(a), value(b)
@@ -85,17 +85,17 @@ def _are_halves(a: Any, b: Any) -> bool:
 
 
 def _divides(gate: torch.Tensor, up: torch.Tensor) -> bool:
-    """Return whether rows of `gate` make those of `up`."""
+    """Return whether the length of rows of `up` is a multiple of `gate`'s."""
     return isinstance(gate.shape[-1], int) and up.shape[-1] % gate.shape[-1] == 0
 
 
 def _of_gate(node: Any) -> str:
-    """Return the name of the activation of a gate that `node` applies; empty for others."""
+    """Return the name of the activation of the gate that `node` applies; "" for others."""
     return "sigmoid" if is_op(node, "sigmoid") else _activation(node)
 
 
 def _gate_behind(node: fx.Node) -> Gated | None:
-    """Return the gate that `node` is to take over: a product that is ours already, or what adapters add to one."""
+    """Return the gate for `node` to take in: `node` is a matmul by our op, or the LoRA term of one."""
     if is_function(node, GROUPED):
         return _gated(node) or _taking_turns(node)
     if is_function(node, LORA) or (is_function(node, *FIRST) and len(node.args[FIRST[node.target]]) == 2):  # type: ignore[arg-type]
@@ -105,12 +105,12 @@ def _gate_behind(node: fx.Node) -> Gated | None:
 
 
 def _is_matrix(weight: Any) -> bool:
-    """Return whether `weight` is a plain matrix: those of torchao multiply by themselves."""
+    """Return whether `weight` is a plain matrix: torchao's have their own matmuls."""
     return is_tensor(weight) and value(weight).dim() == 2 and not is_traceable_wrapper_subclass(value(weight))
 
 
 def _gated(product: fx.Node) -> Gated | None:
-    """Return the result, the activation and the nodes where all that uses `product` is act(first half)·second half."""
+    """Return the result, the activation and the nodes, if every use of `product` is act(first half)·second half."""
     halves = only_user(product)
     if halves is None or not _is_halved(halves):
         return None
@@ -129,7 +129,7 @@ def _gated(product: fx.Node) -> Gated | None:
 
 
 def _taking_turns(product: fx.Node) -> Gated | None:
-    """Return what `_gated` does where GPT-OSS's gate follows `product`."""
+    """Return the same as `_gated`, if GPT-OSS's gate follows `product`."""
     for user in product.users:
         last: Any = user
         while last is not None:
@@ -142,12 +142,12 @@ def _taking_turns(product: fx.Node) -> Gated | None:
 
 @cache
 def _swigluoai() -> Any:
-    """Return the result of the gate in a graph of its own."""
+    """Return the result of this gate in its own graph."""
     return next(n for n in fx.symbolic_trace(swigluoai).graph.nodes if n.op == "output").args[0]
 
 
 def _wide(product: fx.Node) -> tuple[Any, ...] | None:
-    """Return the arguments of `wide_linear` where `product` is one of copies in fp32."""
+    """Return the arguments of `wide_linear`, if `product` is one of fp32 copies."""
     x, weight, bias = (*product.args, None)[:3]
     given = uncast(x), uncast(weight)
     is_cast = x is not given[0] and weight is not given[1]
@@ -164,7 +164,7 @@ def _is_halved(node: Any) -> bool:
 
 
 def _activation(node: Any) -> str:
-    """Return the name of the activation that `node` applies; empty for one that `gated_linear` does not have."""
+    """Return the name of the activation that `node` applies; "" for one that `gated_linear` does not have."""
     for function, name in ACTIVATIONS.items():
         if is_function(node, function):
             options: dict[str, Any] = {k: v for k, v in node.kwargs.items() if v not in (False, "none")}

@@ -1,7 +1,7 @@
-"""Joins products of one input with quantised weights in a traced graph: Q, K and V, or gate and up, are one launch.
+"""Joins matmuls of one input with quantised weights in a traced graph: Q, K and V, or gate and up, are one launch.
 
-Ops take several weights, which stay where they are. Rows in FP8 are quantised once for all products of them, by the
-norm or the gated product that they come from, if they do.
+Ops take several weights, which stay in place. Rows are quantised to FP8 once for all their matmuls, if possible by the
+norm or the gated matmul that produces them.
 """
 
 import operator
@@ -48,7 +48,7 @@ def join_quantised(graph: fx.GraphModule) -> None:
 
 
 def quantise_results(graph: fx.GraphModule) -> None:
-    """Fuse quantisation into the norms, and gated products by blocks, whose results are only quantised; in place."""
+    """Fuse quantisation into norms, and gated matmuls by blocks, whose results are only quantised; in place."""
     for node in [n for n in graph.graph.nodes if is_function(n, QUANTISE)]:
         given: Any = node.args[0]
         while is_method(given, "view", "reshape") and viewed(given) is not given and only_user(given) is not None:
@@ -64,7 +64,7 @@ def quantise_results(graph: fx.GraphModule) -> None:
 
 
 def _quantise_result(graph: fx.Graph, node: fx.Node, source: fx.Node, op: Any) -> None:
-    """Put `op` where `source` is, which `node` quantises."""
+    """Put `op` in the place of `source`, whose result `node` quantises."""
     by_row = () if op is GATED_FP8 else (node.args[1],)
     with graph.inserting_before(source):
         both = graph.call_function(op, (*source.args, *by_row))
@@ -85,7 +85,7 @@ def _operands(node: Any) -> list[list[fx.Node]]:
 
 
 def _share(graph: fx.Graph, first: fx.Node, again: fx.Node) -> None:
-    """Replace the results of `again` by those of `first`, which precede it."""
+    """Replace the results of `again` by those of `first`, which come earlier."""
     places = {user.args[1]: user for user in first.users}
     for user in list(again.users):
         user.replace_all_uses_with(places[user.args[1]])
@@ -93,7 +93,7 @@ def _share(graph: fx.Graph, first: fx.Node, again: fx.Node) -> None:
 
 
 def _join(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Replace `nodes` by one product, and a split of it."""
+    """Replace `nodes` by one matmul and a split of its result."""
     first: Any = nodes[0]
     at = FIRST[first.target]
     operands = [[each for given in of_all for each in given] for of_all in zip(*map(_operands, nodes), strict=True)]

@@ -1,6 +1,5 @@
 """Simplifies the inputs of recurrent layers in a traced graph: queries and keys that several heads share, and the gates
-of delta rules.
-"""
+of delta rules."""
 
 import operator
 from typing import Any
@@ -28,7 +27,7 @@ SCAN = torch.ops.specdec.scan.default
 
 
 def share_keys(graph: fx.GraphModule) -> None:
-    """Give scans queries and keys as they are before transformers repeats them (until 5.22), in place."""
+    """Give scans queries and keys without transformers' repetition (until 5.22), in place."""
     known: dict[int, torch.Tensor] = {}
     for node in [n for n in graph.graph.nodes if is_function(n, SCAN)]:
         whole = [_unrepeated(x) for x in node.args[:2]]
@@ -43,7 +42,7 @@ def share_keys(graph: fx.GraphModule) -> None:
 def take_over_delta_gates(graph: fx.GraphModule) -> None:
     """Compute the decays and strengths of scans by `specdec::delta_gates`, in place.
 
-    Recognised are g = -exp(A_log) * softplus(a + dt_bias) in fp32 and beta = sigmoid(b), as Qwen's hybrids have them.
+    Recognised are g = -exp(A_log) * softplus(a + dt_bias) in fp32 and beta = sigmoid(b), as in Qwen's hybrids.
     """
     known: dict[int, torch.Tensor] = {}
     for node in [n for n in graph.graph.nodes if is_function(n, SCAN) and len(n.args) > 5]:
@@ -62,7 +61,7 @@ def take_over_delta_gates(graph: fx.GraphModule) -> None:
 
 
 def _first(graph: fx.Graph, source: fx.Node, before: fx.Node, known: dict[int, torch.Tensor]) -> fx.Node:
-    """Return a new node source[0], put in before another. known: by example value, which equal layers share, its
+    """Return a new node source[0], inserted before another. known: by example value, which equal layers share, its
     first."""
     with graph.inserting_before(before):
         new = graph.call_function(operator.getitem, (source, 0))
@@ -79,7 +78,7 @@ def _unbatched(node: Any) -> Any:
 
 
 def _unrepeated(node: Any) -> Any:
-    """Return x [1, T, G, N] where `node` is x.repeat_interleave(n, dim=2)[0], for the scan alone; else None."""
+    """Return x [1, T, G, N] if `node` is x.repeat_interleave(n, dim=2)[0] and only the scan uses it; else None."""
     repeated: Any = _unbatched(node)
     if only_user(node) is None or not is_method(repeated, "repeat_interleave") or only_user(repeated) is not node:
         return None

@@ -1,9 +1,8 @@
-"""Hands the rotation of queries and keys, and norms of heads before it, over to attention in a traced graph.
+"""Moves the rotation of queries and keys, and norms of their heads before it, into attention in a traced graph.
 
-Inductor rotates q and k in a kernel each; the backend's kernel that stores K and V rotates both on its way. What is
-recognised is the half-split rotation of `backends.rope.rotate`, as transformers writes it: x·cos + cat(-high, low)·sin,
-of all dims or the first, or cat(low·cos - high·sin, high·cos + low·sin) by tables of one half. Any other stays where it
-is.
+Inductor rotates q and k in a kernel each; the backend's kernel that stores K and V rotates both as well. Recognised is
+the half-split rotation of `backends.rope.rotate`, as transformers writes it: x·cos + cat(-high, low)·sin, of all dims
+or the first, or cat(low·cos - high·sin, high·cos + low·sin) by tables of one half. Others stay as they are.
 """
 
 import operator
@@ -33,8 +32,8 @@ class _Rotation(NamedTuple):
 
 
 def hand_over_rotations(graph: fx.GraphModule, op: Any) -> int:
-    """Give calls of op(q, k, v, layer, cos, sin) without tables q and k as they were before their rotation, and its
-    tables [T, R], where both were rotated by the same ones. In place; returns the number of calls rewritten."""
+    """Pass q and k before their rotation, and its tables [T, R], to calls of op(q, k, v, layer, cos, sin) without
+    tables, if both were rotated by the same tables. In place; returns the number of calls rewritten."""
     tables: dict[fx.Node, fx.Node] = {}
     num_rewritten = 0
     for call in graph.graph.nodes:
@@ -57,8 +56,8 @@ def hand_over_rotations(graph: fx.GraphModule, op: Any) -> int:
 
 
 def hand_over_norms(graph: fx.GraphModule, op: Any) -> int:
-    """Give calls of op(q, k, v, layer, cos, sin) q and k as they were before `specdec::rms_norm` of their heads, and
-    its weights and settings, where both had one of equal settings. In place; returns the number of calls rewritten."""
+    """Pass q and k before `specdec::rms_norm` of their heads, with its weights and settings, to calls of op(q, k, v,
+    layer, cos, sin), if both had one with equal settings. In place; returns the number of calls rewritten."""
     num_rewritten, norm = 0, torch.ops.specdec.rms_norm.default
     for call in graph.graph.nodes:
         if not is_function(call, op, op.overloadpacket) or len(call.args) != 6 or call.args[5] is None:
@@ -78,14 +77,14 @@ def hand_over_norms(graph: fx.GraphModule, op: Any) -> int:
 
 
 def _below_layout(user: fx.Node, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return the node that `node` is only another layout of, or an element of a batch of one, and its user there."""
+    """Return the node that `node` is only another layout of, or an element of in a batch of one, and its user there."""
     while is_method(node, "transpose") or (is_function(node, operator.getitem) and node.args[1] == 0):
         user, node = node, node.args[0]  # type: ignore[assignment]
     return user, node
 
 
 def _rotation(node: fx.Node) -> _Rotation | None:
-    """Return the rotation whose result `node` is, if it is one."""
+    """Return the rotation whose result `node` is, or None."""
     parts = _concatenated(node)
     whole = _sum(node) or (_halves(*parts) if parts is not None else None)
     if whole is not None:

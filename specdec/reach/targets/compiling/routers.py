@@ -1,5 +1,5 @@
-"""Replaces in a traced graph `torch.topk` of few scores a row, as routers choose, and their softmax by our op; and lets
-norms add up what experts give."""
+"""Replaces `torch.topk` of few scores per row, as routers use it, and their softmax by our op in a traced graph; and
+moves sums over experts into norms."""
 
 import operator
 from typing import Any
@@ -29,7 +29,7 @@ WEIGHTED_SUM, ADD_RMS_NORM = torch.ops.specdec.weighted_sum.default, torch.ops.s
 def take_over_choices(graph: fx.GraphModule) -> int:
     """Replace topk(scores, k) along the last dimension, the largest first, by `specdec::top_scores`.
 
-    In place; returns the number of calls rewritten. What needs the names of topk's results is left alone.
+    In place; returns the number of calls rewritten. A call whose results are accessed by name is left alone.
     """
     num_rewritten = 0
     for node in list(graph.graph.nodes):
@@ -42,7 +42,7 @@ def take_over_choices(graph: fx.GraphModule) -> int:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, scores: fx.Node, k: int) -> None:
-    """Put our op where `node` is; it computes the softmax of all scores or of the chosen ones, too."""
+    """Put our op in the place of `node`; it also computes the softmax of all scores or of the chosen ones."""
     values = next((u for u in node.users if is_function(u, operator.getitem) and u.args[1] == 0), None)
     source, softmax, last = scores, "", values
     if values is not None:
@@ -58,12 +58,12 @@ def _replace(graph: fx.Graph, node: fx.Node, scores: fx.Node, k: int) -> None:
             last.replace_all_uses_with(found, propagate_meta=True)
     node.replace_all_uses_with(chosen, propagate_meta=True)
     for old in (last, node, scores):
-        if old is not None and not old._erased:  # to look for it among all nodes would be quadratic
+        if old is not None and not old._erased:  # searching all nodes for it would be quadratic
             erase_upwards(graph, old)
 
 
 def _softmax(scores: fx.Node, values: fx.Node, k: int) -> tuple[fx.Node, str, fx.Node]:
-    """Return what to choose from, the softmax of `top_scores`, and the node that has its results."""
+    """Return the scores to choose from, the kind of softmax of `top_scores`, and the node that has its results."""
     before, after = _softmax_source(scores), only_user(values)
     if before is not None and value(scores).dtype == torch.float32 and takes(value(before), k):
         divided = _divided(values)
@@ -73,7 +73,7 @@ def _softmax(scores: fx.Node, values: fx.Node, k: int) -> tuple[fx.Node, str, fx
 
 
 def _softmax_source(node: Any) -> Any:
-    """Return what `node` is the softmax of, over its last dimension, computed in fp32."""
+    """Return the node that `node` is the softmax of, over its last dimension, computed in fp32."""
     if not is_op(node, "softmax") or not node.args:
         return None
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -81,7 +81,7 @@ def _softmax_source(node: Any) -> Any:
 
 
 def _divided(values: fx.Node) -> Any:
-    """Return the quotient where all that uses `values` is values / values.sum(-1, keepdim=True)."""
+    """Return the quotient if every use of `values` is values / values.sum(-1, keepdim=True)."""
     total = next((u for u in values.users if is_op(u, "sum")), None)
     options = () if total is None else (*total.args[1:], *total.kwargs.items())
     if options not in ((("dim", -1), ("keepdim", True)), (-1, ("keepdim", True))) or len(values.users) != 2:
@@ -92,12 +92,12 @@ def _divided(values: fx.Node) -> Any:
 
 
 def _is_named(user: fx.Node) -> bool:
-    """Return whether `user` takes a result of topk by its name."""
+    """Return whether `user` accesses a result of topk by name."""
     return user.op == "call_function" and user.target is getattr
 
 
 def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """Return scores and k of a call of topk that is for us, None for any other node."""
+    """Return scores and k of a call of topk that our op supports, None for any other node."""
     if not is_op(node, "topk"):
         return None
     names = ("input", "k", "dim", "largest", "sorted")
@@ -123,7 +123,7 @@ def hand_over_sums(graph: fx.GraphModule) -> None:
 
 
 def _experts(x: Any, residual: Any, parts: set[fx.Node]) -> tuple[Any, ...] | None:
-    """Return rows, weights, shared and gate, see `experts_rms_norm`, where `x` is their sum, for the norm alone.
+    """Return rows, weights, shared and gate, see `experts_rms_norm`, if `x` is their sum and only the norm uses it.
 
     parts: the nodes between are added to it.
     """
@@ -151,7 +151,7 @@ def _experts(x: Any, residual: Any, parts: set[fx.Node]) -> tuple[Any, ...] | No
 
 
 def _is_gate(node: Any) -> bool:
-    """Return whether `node` is the sigmoid of a number a row."""
+    """Return whether `node` is the sigmoid of one number per row."""
     if not is_op(node, "sigmoid") or not node.args or not is_tensor(node):
         return False
     return value(node).dim() == 2 and value(node).shape[1] == 1

@@ -1,6 +1,6 @@
 """Replaces a rope's tables in a traced graph, cos and sin of positions times frequencies, by `specdec::rope_tables`.
 
-Qwen3.5 writes tables of images' rows and columns into those of time. Those of text are equal: one is enough.
+Qwen3.5 writes tables for images' rows and columns into those of time. For text they are equal: one is enough.
 """
 
 import operator
@@ -26,7 +26,7 @@ _ALL = slice(None, None, None)
 
 
 def take_over_tables(graph: fx.GraphModule) -> None:
-    """Rewrite every pair of tables [1, T, R] that is recognised, in place."""
+    """Rewrite every recognised pair of tables [1, T, R], in place."""
     _drop_equal_writes(graph.graph)
     for node in list(graph.graph.nodes):
         angles = node.args[0] if is_method(node, "cos") else None
@@ -52,8 +52,8 @@ def take_over_tables(graph: fx.GraphModule) -> None:
 
 
 def _drop_equal_writes(graph: fx.Graph) -> None:
-    """Erase writes x[0][..., s] = x[i, ..., s] where all of x along its first dimension is equal, and nothing else
-    writes to x or reads it."""
+    """Erase writes x[0][..., s] = x[i, ..., s] if x is equal along its first dimension, and nothing else writes to x or
+    reads it."""
     for node in list(graph.nodes):
         if _is_equal_write(node) and all(is_function(n, torch.cat) or _is_equal_write(n) for n in node.args[0].users):
             given = node.args[2]
@@ -74,7 +74,7 @@ def _is_equal_write(node: Any) -> bool:
 
 
 def _is_repeated(node: Any) -> bool:
-    """Return whether all of `node` along its first dimension is equal."""
+    """Return whether `node` is equal along its first dimension."""
     if is_method(node, "expand"):
         source = node.args[0]
         is_new = value(source).dim() < value(node).dim() or value(source).shape[0] == 1
@@ -96,7 +96,7 @@ def _is_repeated(node: Any) -> bool:
 
 def _origin(angles: Any) -> tuple[fx.Node, fx.Node, bool] | None:
     """Return positions [1, T], frequencies [F], and whether `angles` [1, T, F or 2F] are their products twice; or
-    positions [3, 1, T], which are equal, of angles [3, 1, T, F]."""
+    positions [3, 1, T], which are equal, if angles are [3, 1, T, F]."""
     is_doubled = is_function(angles, torch.cat) and (*angles.args[1:], *angles.kwargs.values()) == (-1,)
     if is_doubled:
         first, *rest = angles.args[0]
@@ -118,7 +118,7 @@ def _origin(angles: Any) -> tuple[fx.Node, fx.Node, bool] | None:
 
 
 def _spread(node: Any) -> Any:
-    """Return the indexing of a tensor that `node` is the fp32 of, expanded to a batch of one, or to three."""
+    """Return the indexed tensor of which `node` is the fp32 copy, expanded to a batch of one or of three."""
     node = uncast(node)
     if is_method(node, "expand") and is_tensor(node.args[0]) and value(node).shape[1:] == value(node.args[0]).shape[1:]:
         node = uncast(node.args[0])
@@ -126,9 +126,9 @@ def _spread(node: Any) -> Any:
 
 
 def _result(node: Any) -> tuple[fx.Node, float, bool, bool]:
-    """Return the last of the steps that follow `node`, a sine or cosine, and which there are.
+    """Return the last of the steps that follow `node`, a sine or cosine, and which steps there are.
 
-    Steps: times a number (which is returned, else 1), [0] of a table of three positions, twice itself side by side
+    Steps: times a number (which is returned, else 1), [0] of a table of three positions, concatenation with itself
     (both returned as bools), and a cast.
     """
     scale, user = 1.0, only_user(node)

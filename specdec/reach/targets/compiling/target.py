@@ -38,7 +38,7 @@ PRELOADING = threading.Lock()
 
 
 def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
-    """Return why rounds are not to be compiled, whatever the model; empty if they are."""
+    """Return why rounds are not compiled, whatever the model; "" if they are."""
     if config.compile != "auto":
         return "" if config.compile else "compile=False"
     if device.type != "cuda":
@@ -50,9 +50,9 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
 
 @contextmanager
 def preloading(config: EngineConfig, model: PreTrainedModel, *beside: object) -> Iterator[None]:
-    """Import what compiling takes, on a thread, while the model is examined: the host waits for disks. Within, worker
-    processes compile kernels the first time that the model is attached on a machine with this config and `beside` it
-    the same draft and adapters."""
+    """Import compilation's modules on a thread while the model is examined, since the host waits for disks. Within the
+    context, worker processes compile kernels the first time that the model is attached on a machine with this config
+    and the same draft and adapters `beside` it."""
     device = model.device
     if not why_uncompiled(config, device):
         threading.Thread(target=_preload, args=(device,), name="specdec-preload").start()
@@ -67,23 +67,23 @@ def preloading(config: EngineConfig, model: PreTrainedModel, *beside: object) ->
 
 
 def _preload(device: torch.device) -> None:
-    with PRELOADING, suppress(Exception):  # whoever needs it imports it again
+    with PRELOADING, suppress(Exception):  # importing them where they are used raises again
         if device.type == "cuda" and has_triton():
             import triton
 
-            triton.runtime.driver.active.get_current_target()  # has a C compiler make the driver, on a new machine
-            triton.runtime.cache.triton_key()  # hashes Triton's compiler, once a process
+            triton.runtime.driver.active.get_current_target()  # has a C compiler build the driver, on a new machine
+            triton.runtime.cache.triton_key()  # hashes Triton's compiler, once per process
         import specdec.graphs.compile.trace  # noqa: F401
 
 
 def compile_layers(
     target: HFTarget, config: EngineConfig, prefill_mode: str, later: list[Comparison] | None
 ) -> tuple[str, str]:
-    """Compile the layers of `target` where `config` and `prefill_mode` want it; return the prefill mode to use, and how
-    the layers run, in words. later: see `trace_checked`.
+    """Compile the layers of `target` that `config` and `prefill_mode` select; return the prefill mode to use, and in
+    words how the layers run. later: see `trace_checked`.
 
-    Layers that do not trace as one graph run as the live model's own, and a "piecewise" that "auto" chose becomes
-    "breakable"; one that was asked for raises GraphError. See `compiled_or_why`.
+    If layers do not trace as one graph, the live model's own run, and a "piecewise" that "auto" chose becomes
+    "breakable"; an explicit one raises GraphError. See `compiled_or_why`.
     """
     why, is_piecewise = why_uncompiled(config, target.device), prefill_mode == "piecewise"
     if why and not is_piecewise:
@@ -91,7 +91,7 @@ def compile_layers(
 
     def make() -> list["Traced"]:
         with PRELOADING:
-            pass  # two threads that import each other's modules would not get them whole
+            pass  # two threads that import each other's modules would get them half-initialised
         with nullcontext() if target.lora is None else target.lora.traced():
             traced = trace_checked(_subject(target, config), config, target.device, later)
         for for_prefills in [True] * is_piecewise + [False] * (not why):  # one trace serves both
@@ -106,7 +106,7 @@ def compile_layers(
 def compiled_or_why(
     make: Callable[[], Sequence["Traced"]], config: EngineConfig, names: tuple[str, str], is_wanted: bool = False
 ) -> str:
-    """Return how what `make` compiles came to run, in words; what does not trace runs as it is.
+    """Compile with `make` and return in words how the layers run; if they do not trace, they run uncompiled.
 
     compile=True warns of that, and raises GraphError, with the op, under strict or if it `is_wanted`. names: of the
     layers, and of the whole.
@@ -157,8 +157,8 @@ def _numbers(spec: ModelSpec) -> dict[Any, Sequence[int]]:
 
 
 def _alike(target: HFTarget) -> list[list[nn.Module]]:
-    """Return groups of equal layers: elements of a list that attend once, or have one recurrent module, whose forward
-    is their class's own."""
+    """Return groups of equal layers: elements of a list that attend once, or have one recurrent module, and have their
+    class's own forward."""
     attending = target.spec.attending
     lists = [list(module) for module in target.spec.stack.modules() if isinstance(module, nn.ModuleList)]
     groups = [group for layers in lists for group in alike(layers)]
