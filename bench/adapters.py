@@ -1,8 +1,8 @@
-"""Times rounds with LoRA adapters by request: `python bench/adapters.py --shape 8b --out DIR`.
+"""Times rounds with LoRA adapters per request: `python bench/adapters.py --shape 8b --out DIR`.
 
 Random weights, imposed acceptance, random adapters of one rank on all linear layers. A row for plain steps and one for
-rounds of S=3, each: without adapters attached; attached and not asked for; one; all of them in turn. ms of a launch
-through `generate`, without the first token, the median of five pairs of calls. The last line is one JSON object.
+rounds of S=3, each: without adapters; with adapters attached but unused; with one; with all of them in turn. ms of a
+launch through `generate`, without the first token, the median of five pairs of calls. The last line is one JSON object.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def main() -> None:
-    """One engine without adapters and one with them, plain and with a draft."""
+    """Time an engine without adapters and one with them, plain and with a draft."""
     args = arguments()
     model = make_target(args.shape, DEVICE)
     names, rows = [f"adapter{i}" for i in range(args.num)], list[dict[str, Any]]()

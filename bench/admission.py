@@ -33,7 +33,7 @@ from specdec.reach.targets.hf import HFTarget
 
 NUM_LAYERS = 4
 MOST_PARAMETERS = 40_000_000
-# Sizes by the names that configs have for them; a config takes those that it has.
+# Sizes by their names in configs; a config takes those that it has.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 160),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "embedding_size", "emb_dim"), 64),
@@ -77,7 +77,7 @@ _INDEXED = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 4,
 }
-OWN: dict[str, dict[str, Any]] = {  # what a type's config wants beside sizes, to have all of its kinds of layers
+OWN: dict[str, dict[str, Any]] = {  # settings that a type's config needs, besides sizes, for all of its kinds of layers
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "lfm2": _RECURRENT,
     "lfm2_moe": _RECURRENT,
@@ -112,7 +112,7 @@ class Verdict(NamedTuple):
 
 
 def main() -> None:
-    """Sweep the types and print, or write, what became of each."""
+    """Try all types and print, or write, their outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="only these; default: all of transformers")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write a page with the table as markdown")
@@ -143,7 +143,7 @@ def examine(model_type: str) -> Verdict:
         return Verdict(model_type, "not built", "a [draft](drafts.md) and no target")
     try:
         model = tiny(model_type)
-    except Exception as error:  # whatever a config with these sizes runs into
+    except Exception as error:  # any error of a config with these sizes
         return Verdict(model_type, "not built", _first_line(error))
     try:
         HFTarget(model).detach()
@@ -168,7 +168,7 @@ def examine_images(model_type: str) -> Verdict:
         try:
             prompt = image_prompt(model, 0)
             expected = greedy(model, prompt)
-        except Exception:  # its images come in a form of their own
+        except Exception:  # its images have another format
             return Verdict(model_type, "admitted", "")
         try:
             tokens = engine.generate(prompt, max_new_tokens=8, ignore_eos=True, do_sample=False).tokens
@@ -179,7 +179,7 @@ def examine_images(model_type: str) -> Verdict:
 
 
 def _limit_of(model: PreTrainedModel) -> str:
-    """Return what a user must know of an admitted model's `generate`; empty if there is nothing."""
+    """Return what users must know of an admitted model's `generate`; "" if nothing."""
     if getattr(model.generation_config, "forced_eos_token_id", None) is not None:
         return "generate() refuses its forced_eos_token_id: set model.generation_config.forced_eos_token_id = None"
     return LIMITS.get(model.config.model_type, "")
@@ -200,7 +200,7 @@ def tiny(model_type: str) -> PreTrainedModel:
 
 
 def check_size(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that is too large to be tried."""
+    """Raise ValueError for a model that is too large to try."""
     size = sum(p.numel() for p in model.parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"its smallest config has {size} parameters")
@@ -233,7 +233,7 @@ def page(verdicts: list[Verdict]) -> str:
 
 
 def image_page(verdicts: list[Verdict]) -> str:
-    """Return the part of the page that image-text types have."""
+    """Return the part of the page about image-text types."""
     counts = Counter(v.outcome for v in verdicts)
     summary = (
         f"Of the {len(verdicts)} image-text types, {len(verdicts) - counts['refused'] - counts['not built']} attach, "
@@ -276,7 +276,7 @@ def _lines(verdicts: list[Verdict]) -> Iterator[str]:
 
 
 def _by_reason(verdicts: Iterable[Verdict]) -> Iterator[str]:
-    """Yield a table row for each reason, with all types that it stands for."""
+    """Yield a table row for each reason, with all its types."""
     types: dict[str, list[str]] = {}
     for v in verdicts:
         types.setdefault(v.why.replace("|", "/"), []).append(v.model_type)

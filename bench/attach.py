@@ -1,10 +1,10 @@
-"""Times attach in fresh processes, the first with nothing kept: `python bench/attach.py --shape 8b --out DIR`.
+"""Times attach in fresh processes, the first with empty caches: `python bench/attach.py --shape 8b --out DIR`.
 
-A row a process: seconds of attach, of compiling and capturing in it, the first token of prompts of 128, 512 and 2048
-ids through `generate`, and where attach's time went, by samples of its stack: `where_s` by functions of ours, callees
-included, `inner_s` by the innermost function, whose ever it is. The second process finds what the first has compiled;
-the last starts with empty folders again, but with the libraries in memory, which the first may have read from disk. The
-last line is one JSON object. On a machine that does nothing else: compiling takes processes of its own.
+One row per process: seconds of attach, of compiling and capturing in it, the first token of prompts of 128, 512 and
+2048 ids through `generate`, and where attach spends its time, by samples of its stack: `where_s` by our functions,
+callees included, `inner_s` by the innermost function of any package. The second process finds the kernels that the
+first has compiled; the last starts with empty folders again, but with the libraries in memory, which the first may have
+read from disk. The last line is one JSON object. Use an idle machine: compiling takes several processes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ INTERVAL = 0.01  # seconds between two samples
 
 
 def main() -> None:
-    """Run the processes one after another, on one set of folders."""
+    """Run the processes one after another, with one set of folders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="135m", help="random weights of a named shape such as 8b")
     parser.add_argument("--draft", default="3:1:4", help="S:K:D")
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def run(folder: str) -> dict[str, Any]:
-    """Return the row of a fresh process with this one's options that keeps what it compiles in `folder`."""
+    """Return the row of a fresh process with this one's options and its compile caches in `folder`."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, **{name: f"{folder}/{name}" for name in FOLDERS}}
     command = [sys.executable, __file__, "--child", *sys.argv[1:]]
@@ -102,10 +102,10 @@ def first_token(engine: Any, num_tokens: int) -> float:
 
 
 class Samples:
-    """Within it, the main thread's stack is looked at every INTERVAL.
+    """Samples the main thread's stack every INTERVAL within the context.
 
-    num: samples. ours: functions of this package, by the number of samples that they are in; inner: those in which a
-    function is the innermost.
+    num: samples. ours: functions of this package, by the number of samples that they are in; inner: by the number of
+    samples in which a function is the innermost.
     """
 
     def __init__(self) -> None:

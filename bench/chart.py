@@ -28,7 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     matplotlib.rcParams.update({"svg.hashsalt": "specdec", "font.family": "DejaVu Sans", "font.size": 10})
     figure = chart(json.loads(arguments.result.read_text("utf-8")))
-    figure.savefig(arguments.out, format="svg", metadata={"Date": None})  # equal input, equal file
+    figure.savefig(arguments.out, format="svg", metadata={"Date": None})  # equal input gives an equal file
 
 
 def chart(result: dict) -> Figure:

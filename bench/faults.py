@@ -1,4 +1,5 @@
-"""Injects random faults into an engine on a CPU: what callers see, and that no other caller loses text or slots.
+"""Injects random faults into an engine on a CPU: checks the callers' errors, and that no other caller loses text or
+slots.
 
 Among them are hostile bodies, sent to a server of the engine: those of `serve_hostile.py` of less than MOST_BYTES.
 

@@ -1,8 +1,8 @@
-"""Times attention over latents beside keys and values that are expanded: `python bench/latents.py`, in 2 minutes.
+"""Times attention over latents beside expanded keys and values: `python bench/latents.py`, in 2 minutes.
 
-Some layers of GLM-4.7-Flash, random weights, one long prompt. A row for each way and draft: bytes of the pool (and of
-all the model's layers), ms of the prefill, ms of a round through `generate`, `report().bits`. Rounds with lookup must
-write the text of plain ones. The last line is one JSON object.
+Some layers of GLM-4.7-Flash, random weights, one long prompt. One row per way and draft: bytes of the pool (and of all
+the model's layers), ms of the prefill, ms of a round through `generate`, `report().bits`. Rounds with lookup must write
+the text of plain ones. The last line is one JSON object.
 """
 
 import argparse
@@ -20,7 +20,7 @@ DRAFTS: dict[str, dict[str, Any]] = {"plain": {}, "lookup, S=3": {"algo": "looku
 
 
 def main() -> None:
-    """Time prefill and rounds of one engine a way and draft."""
+    """Time prefill and rounds of one engine per way and draft."""
     args = arguments()
     model, rows = make_model(args.layers), list[dict[str, Any]]()
     random = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What benches of engines share: device and drafts, the command line, ms of a launch, and the end of a run."""
+"""Helpers of engine benches: device and drafts, the command line, ms of a launch, and the end of a run."""
 
 import argparse
 import json
@@ -21,21 +21,21 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a command line that says `doc` and takes a folder for the result file."""
+    """Return a command line with the description `doc` and an option for the folder of result files."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     return parser
 
 
 def finish(args: argparse.Namespace, what: str, shape: str, rows: list[dict[str, Any]]) -> None:
-    """Write `rows` if that is wanted, and print them as one JSON object."""
+    """Write `rows` if requested, and print them as one JSON object."""
     if args.out:
         write_results(args.out, what, shape, {**vars(args), "out": None}, rows)
     print(json.dumps({"rows": rows}))
 
 
 def launch_ms(engine: Engine, prompts: Any, new_tokens: int, **options: Any) -> float:
-    """Return the ms of a launch, of the request that takes the most, without the first token: the median of five pairs
+    """Return the ms of a launch, for the request that takes the most, without the first token: the median of five pairs
     of calls, since a host's prefills of many requests vary by milliseconds. options: of `generate`."""
 
     def call(count: int) -> tuple[float, int]:

@@ -1,12 +1,12 @@
 """Times quantised models of random weights: `PYTHONPATH=. python bench/quantised.py --out DIR`.
 
 Rows are plain steps and rounds of S=3 with imposed acceptance, through `generate`: ms of a launch without the first
-token, the median of five pairs of calls, "fp8" those of a draft with `draft_weights="fp8"`; `own` rows run the modules'
-own forward. bf16; FP8 blocks in transformers' own modules, whose kernel from the Hub arithmetic in torch stands in for;
-FP8 by channel in transformers' modules for compressed-tensors, whose own forward is `scaled_mm`; int4 groups of 128 in
-modules with gptqmodel's tensors and a forward in torch; NF4 in modules with bitsandbytes' tensors; MXFP4 experts of
-GPT-OSS-20B's shape in transformers' modules. First, kernels are compared with their twins on a layer's shapes, rows
-alone with rows together, and timed. The last line is one JSON object.
+token, the median of five pairs of calls; "fp8" rows have a draft with `draft_weights="fp8"`; `own` rows run the
+modules' own forward. Forms: bf16; FP8 blocks in transformers' own modules, with torch arithmetic in place of their
+kernel from the Hub; FP8 by channel in transformers' modules for compressed-tensors, whose own forward is `scaled_mm`;
+int4 groups of 128 in modules with gptqmodel's tensors and a forward in torch; NF4 in modules with bitsandbytes'
+tensors; MXFP4 experts of GPT-OSS-20B's shape in transformers' modules. First, kernels are compared with their twins on
+a layer's shapes, single rows with rows together, and timed. The last line is one JSON object.
 """
 
 import argparse
@@ -39,7 +39,7 @@ FP8 = ("fp8", "channels")
 GPT_OSS = "gpt-oss-20b"
 PRODUCTS = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336))}
 PRODUCTS |= {"down": (14336, (4096,))}
-CYCLED = 200 << 20  # bytes of copies that a product is timed on in turn: more than a cache holds
+CYCLED = 200 << 20  # bytes of copies between which a timed product alternates: more than a cache holds
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def timed(args: argparse.Namespace, form: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for every draft and batch of a form, and for plain steps by its modules' own forward."""
+    """Yield a row for every draft and batch of a form, and for plain steps with its modules' own forward."""
     shape = GPT_OSS if form == "mxfp4" else args.shape
     model = make_target(shape, DEVICE)
     if form == "mxfp4":
@@ -110,7 +110,7 @@ def weights(form: str, K: int, sizes: tuple[int, ...]) -> tuple[list[torch.Tenso
 
 
 def experts() -> Iterator[dict[str, Any]]:
-    """Yield how far products with experts in MXFP4 are from their twin, of GPT-OSS-20B's sizes, and their times."""
+    """Yield the difference of MXFP4 expert matmuls from their twin, with GPT-OSS-20B's sizes, and their times."""
     blocks = torch.randint(0, 256, (32, 5760, 1440), dtype=torch.uint8, device=DEVICE)
     scales = torch.randint(118, 122, (32, 5760, 90), dtype=torch.uint8, device=DEVICE)
     packs = [pack_mxfp4(*of_one) for of_one in zip(blocks, scales, strict=True)]
@@ -128,7 +128,7 @@ def experts() -> Iterator[dict[str, Any]]:
 
 
 def product(form: str, x: torch.Tensor, made: Any, activation: str) -> Any:
-    """Return a call of the kernel, with rows quantised before it."""
+    """Return a call of the kernel that first quantises its rows."""
     if form in FP8:
         quantised, scales = fp8_kernels.quantise(x, form == "channels")
         return lambda: fp8_kernels.fp8_linear(quantised, scales, *made, [], torch.bfloat16, activation)
@@ -136,7 +136,8 @@ def product(form: str, x: torch.Tensor, made: Any, activation: str) -> Any:
 
 
 def checks() -> Iterator[dict[str, Any]]:
-    """Yield how far kernels are from their twins, in shares of the norm, and whether rows alone have equal bits."""
+    """Yield the difference of kernels from their twins, relative to the norm, and whether single rows have equal
+    bits."""
     for form in MAKE:
         for name, (K, sizes) in PRODUCTS.items():
             activation = "silu" if name == "gate_up" else ""

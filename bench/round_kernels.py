@@ -1,8 +1,8 @@
 """Lists the kernels of a round, with times: `python bench/round_kernels.py --shape 35b-a3b --layers 8 --batches 1`.
 
-Random weights, imposed acceptance, rounds replayed from graphs as users run them, under PyTorch's profiler, which makes
-them slower: this finds causes and gives no figures to publish. A table a batch size, the kernels that take longest
-first; the last line is one JSON object. On a CPU it counts operations in place of kernels, to try this file.
+Random weights, imposed acceptance, rounds replayed from graphs as for users, under PyTorch's profiler, which slows them
+down: use this to find causes, not for published figures. One table per batch size, the slowest kernels first; the last
+line is one JSON object. On a CPU it counts operations instead of kernels, to try this file.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Spent = dict[str, tuple[float, int]]  # by kernel: µs, calls
 
 
 def main() -> None:
-    """One engine, and its rounds at every batch size."""
+    """Attach one engine, and profile its rounds at every batch size."""
     args = arguments()
     fewer = {"num_hidden_layers": args.layers} if args.layers else {}
     model = make_target(args.shape, DEVICE, **fewer)
@@ -55,9 +55,9 @@ def main() -> None:
 
 
 def rounds_of(engine: Engine, batch: int, vocab: int) -> tuple[Spent, int]:
-    """Return what the rounds of a call spent, less what a call for one token spends, and how many there were.
+    """Return the kernels of a call's rounds, less those of a call for one token, and the number of rounds.
 
-    Those count that were launched before the host knew that the last text had ended, too.
+    Rounds that were launched before the host knew that the last text had ended count, too.
     """
     prompts = torch.randint(5, vocab - 5, (batch, PROMPT)).tolist()
     engine.generate(prompts, max_new_tokens=NEW, ignore_eos=True)  # not counted: kernels may still have to be loaded

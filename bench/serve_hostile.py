@@ -1,8 +1,8 @@
-"""Sends bodies that cost a server most to one of a tiny model: `PYTHONPATH=. python bench/serve_hostile.py`.
+"""Sends the most expensive bodies to a server of a tiny model: `PYTHONPATH=. python bench/serve_hostile.py`.
 
-A row a body: the longest stall of the event loop, peak memory that the process grew by, and the status of the answer.
-Bodies are built and sent by a process of their own. Of `--repeats` the shortest stall is kept, since hosts are shared,
-and the most memory.
+One row per body: the longest stall of the event loop, the growth of the process's peak memory, and the status of the
+answer. A separate process builds and sends the bodies. Of `--repeats` the shortest stall is kept, since hosts are
+shared, and the most memory.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def serving(app: Any) -> Iterator[str]:
 
 
 def make_engine() -> Engine:
-    """An engine of 2 layers, 500 tokens a request, with the tokenizer of the bundled model."""
+    """Attach an engine of 2 layers, 500 tokens per request, with the tokenizer of the bundled model."""
     _, tokenizer = load_pretrained()
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=512, **sizes)
@@ -127,11 +127,11 @@ def make_engine() -> Engine:
 
 
 def send(url: str, app: Any, path: str, count: int, body: str) -> dict[str, Any]:
-    """Send `count` copies of a body at once; the row of it."""
+    """Send `count` copies of a body at once; return its row."""
     kind = "" if '"max_tokens":2}' in body else "content-type: application/json\r\n"
     command = [sys.executable, "-c", CLIENT, url.rpartition(":")[2], path, str(count), kind, body]
     client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", "ascii")  # resets the peak
     before = memory("VmRSS")
     loop = app.state.intake._loop
     stalls = asyncio.run_coroutine_threadsafe(beat(), loop)
@@ -139,7 +139,7 @@ def send(url: str, app: Any, path: str, count: int, body: str) -> dict[str, Any]
     start = time.perf_counter()
     out, _ = client.communicate("go\n", timeout=600)
     seconds = time.perf_counter() - start
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result()  # it may have gone on after the answer
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result()  # the loop may have continued after the answer
     stalls.cancel()
     assert client.returncode == 0
     row = {"status": " ".join(sorted(set(out.split()))), "answer_s": round(seconds, 3)}
@@ -150,7 +150,7 @@ STALLS: list[float] = []  # seconds that the loop was late
 
 
 async def beat() -> None:
-    """Note how late the event loop is, until it is cancelled."""
+    """Record how late the event loop is, until cancelled."""
     STALLS[:] = [0.0]
     while True:
         due = time.perf_counter() + 0.002
@@ -159,7 +159,7 @@ async def beat() -> None:
 
 
 def memory(name: str) -> float:
-    """MiB of a line of /proc/self/status."""
+    """Return the MiB in a line of /proc/self/status."""
     found = re.search(rf"{name}:\s*(\d+)", Path("/proc/self/status").read_text("ascii"))
     assert found
     return int(found[1]) / 1024

@@ -1,7 +1,7 @@
-"""Rollouts and updates on one live model: generate → log-probabilities → update → generate; nothing is re-attached.
+"""Rollouts and updates on one live model: generate → log-probabilities → update → generate, without re-attaching.
 
-`PYTHONPATH=. python examples/rollouts.py --steps 20` trains SmolLM2 towards answers of a wanted length, in the way of
-GRPO (arXiv 2402.03300): samples of a prompt are judged against their own mean. The engine reads the weights that the
+`PYTHONPATH=. python examples/rollouts.py --steps 20` trains SmolLM2 towards answers of a wanted length, in the style of
+GRPO (arXiv 2402.03300): samples of a prompt are rewarded relative to their mean. The engine reads the weights that the
 optimizer writes, compiled layers included. The last line is one JSON object.
 """
 
@@ -25,7 +25,8 @@ QUESTIONS = ("Name three animals.", "Why is the sky blue?")
 def rollouts(
     engine: specdec.Engine, prompts: Sequence[list[int]], steps: int, samples: int, new_tokens: int, lr: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row a step: reward, tokens a second, and how far the engine's log-probabilities are from a forward's."""
+    """Yield a row per step: reward, tokens per second, and the difference of the engine's log-probabilities from a
+    forward's."""
     model = engine.target_module
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     batch = [prompt for prompt in prompts for _ in range(samples)]
@@ -59,7 +60,7 @@ def logprobs_of(model: Any, request: specdec.RequestOutput) -> Tensor:
 
 
 def main() -> None:
-    """Print a line a step; the model starts as it is shipped."""
+    """Print a line per step, starting from the shipped weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--samples", type=int, default=4, help="answers to each prompt")

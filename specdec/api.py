@@ -99,7 +99,7 @@ def attach(
         ranks = None if group is None else Ranks.of(group)
         attaching = nullcontext() if ranks is None else ranks.attaching((name, config))
         with attaching, preloading(config, model, source, adapters):
-            # Adapters of requests may be of what would expand latents.
+            # Adapters of requests may change the layers that would expand latents.
             keeps_latents = config.latents and takes_latents(config.backend) and not adapters
             hf = HFTarget(model, None if ranks is None else partial(_join, ranks), keeps_latents)
             if ranks is not None:
@@ -378,7 +378,7 @@ class Engine:
 
     def _stream(self, requests: list[Request]) -> Generator[str, None, RequestOutput]:
         start, request = time.perf_counter(), requests[0]
-        with closing(self._run(requests)) as run:  # from Python 3.12 on, closing this one would not close it
+        with closing(self._run(requests)) as run:  # from Python 3.12 on, closing this would not close `run`
             for _ in run:
                 if text := request.read():
                     yield text
@@ -396,8 +396,8 @@ class Engine:
         return self._driver
 
     def _run(self, requests: list[Request], wants_tokens: bool = True) -> Generator[list[Request], None, None]:
-        """Yield those of `requests` that have finished, with `wants_tokens` after each round; whatever happens, none of
-        them keeps rows or slots.
+        """Yield those of `requests` that have finished, with `wants_tokens` after each round; in any case, none of them
+        keeps rows or slots at the end.
 
         Calls may interleave, as streams do, or come from several threads: one of them steps for all.
         """

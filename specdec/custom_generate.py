@@ -1,14 +1,14 @@
-"""`model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`: an engine that comes with a draft's folder.
+"""`model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`: an engine for a draft's folder.
 
-Called by the `custom_generate/generate.py` that `reach.heads.custom_generate` writes into such folders. The engine is
-attached at the first call and belongs to the model: later calls use it again, another folder or other settings replace
-it when the calls that it serves have ended, and it goes when the model goes.
+Called by the `custom_generate/generate.py` that `reach.heads.custom_generate` writes into such folders. The first call
+attaches the engine, which belongs to the model: later calls reuse it. Another folder or other settings replace it when
+the calls that it serves have ended, and it is freed with the model.
 
-Which folder it is, transformers tells nobody: it copies generate.py to a cache whose name is made from the file's text
-and the folder's last name, and keeps `custom_generate` to itself. A path in the file would be wrong as soon as a folder
-is moved or downloaded, and a digest says what to look for but not where. So the folder is read where it certainly
-stands: the `custom_generate` of the running call of `GenerationMixin.generate`, which is found by its code, not by name
-or depth. `draft=FOLDER` says it outright, should a version of transformers have no such frame.
+transformers does not pass on the folder: it copies generate.py to a cache whose name is made from the file's text and
+the folder's last name, and keeps `custom_generate` to itself. A path in the file would be wrong after the folder is
+moved or downloaded, and a digest would identify the folder without locating it. So the folder is read from the running
+call of `GenerationMixin.generate`, whose frame is found by its code, not by name or depth. `draft=FOLDER` names it
+explicitly, in case a version of transformers has no such frame.
 """
 
 import inspect
@@ -30,7 +30,7 @@ from specdec.reach.targets.exclusive import ATTACHING
 from specdec.reach.targets.marks import HOLDER
 from specdec.tools.doors.generate import EngineGenerate, generate_by
 
-_CALLS = threading.Condition()  # notified when one ends
+_CALLS = threading.Condition()  # notified when a call ends
 
 
 def generate_with_draft(
@@ -59,7 +59,7 @@ def generate_with_draft(
 
 
 def engine_of(model: PreTrainedModel) -> Engine | None:
-    """Return the engine that calls with `custom_generate=FOLDER` have attached to `model`, to ask for its report or to
+    """Return the engine that calls with `custom_generate=FOLDER` have attached to `model`, to read its report or to
     detach it; None if there is none."""
     held, attached = vars(model).get(HOLDER), attached_engine(model)
     return attached if held is not None and held.engine is attached else None
@@ -76,7 +76,7 @@ class _Held:
     callers: list[int] = field(default_factory=list)
 
     def fits(self, source: str, settings: dict[str, Any] | None) -> bool:
-        """Return whether the engine is what a call with `source` and `settings` asks for."""
+        """Return whether the engine suits a call with `source` and `settings`."""
         return self.source == source and settings in (None, self.settings)
 
     def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
@@ -85,7 +85,7 @@ class _Held:
 
 @contextmanager
 def _engine_for(model: PreTrainedModel, source: str, settings: dict[str, Any] | None) -> Iterator[Engine]:
-    """Yield the model's engine, attached now unless it is there; calls on another one are waited for."""
+    """Yield the model's engine, attached now if needed; an engine to be replaced first finishes its calls."""
     me = threading.get_ident()
     with ATTACHING:
         engine, held = engine_of(model), vars(model).get(HOLDER)
@@ -127,6 +127,6 @@ def _named_by_caller(model: PreTrainedModel) -> str:
 
 
 def _local(source: str | Path) -> str:
-    """Return the one name of a folder; Hub ids stay as they are."""
+    """Return the canonical name of a folder; Hub ids stay as they are."""
     path = Path(source).expanduser()
     return str(path.resolve()) if path.is_dir() else str(source)

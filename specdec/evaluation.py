@@ -1,4 +1,4 @@
-"""The model "specdec" of lm-eval. Importing this module registers it: lm-eval's registry has no place for plug-ins.
+"""The model "specdec" of lm-eval. Importing this module registers it, since lm-eval's registry has no plug-ins.
 
 On the command line `specdec eval ...` is `lm_eval ...` with the model registered. In Python, import this module and
 call `lm_eval.simple_evaluate(model="specdec", model_args={...})`. For an engine that is attached already, see
@@ -62,7 +62,7 @@ class SpecdecLM(EngineLM):
 
 
 def _batch(batch_size: int | str, most: int | None) -> int:
-    """Return max_batch for lm-eval's batch sizes; 1 and "auto" are what it passes if nobody has asked for a size."""
+    """Return max_batch for lm-eval's batch sizes; it passes 1 or "auto" if the user gave no size."""
     size = str(batch_size)
     if size == "1" or size.startswith("auto"):
         return most or 8

@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 
 
 class Replica:
-    """Loads a target and attaches an engine; made where it runs, from what can be sent there.
+    """Loads a target and attaches an engine, in the process where it runs; its arguments can be serialised.
 
     target: folder, .gguf file or Hub id that every node can read. draft: what `attach` takes as a name, or the name of
     a shipped draft; None decodes plainly. settings: fields of `EngineConfig`. options: those of `Engine.generate`, for
@@ -55,14 +55,14 @@ class Replica:
         self.options = dict(options or {})
 
     def generate(self, prompts: Sequence[Any], **options: Any) -> GenerationOutput:
-        """Generate for `prompts`: text, chats or token ids; `options` go before the replica's own."""
+        """Generate for `prompts`: text, chats or token ids; `options` override the replica's own."""
         return self.engine.generate(list(prompts), **{**self.options, **options})
 
 
 class BatchReplica(Replica):
     """A replica for `Dataset.map_batches(BatchReplica, fn_constructor_kwargs=...)`.
 
-    column: what holds the prompts. A batch keeps its columns and gets "text" (str) and "tokens" (lists of ids).
+    column: the column of the prompts. A batch keeps its columns and gets "text" (str) and "tokens" (lists of ids).
     """
 
     def __init__(self, *args: Any, column: str = "prompt", **kwargs: Any):
@@ -70,10 +70,10 @@ class BatchReplica(Replica):
         self.column = column
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """batch: column -> array of rows, as Ray Data hands them over."""
+        """batch: column -> array of rows, as Ray Data passes them."""
         if self.column not in batch:
             raise ValueError(f"column={self.column!r}: the rows have {sorted(batch)}; name the one with the prompts")
-        # lists of ids or messages come as arrays
+        # lists of ids or messages arrive as arrays
         out = self.generate([v.tolist() if isinstance(v, np.ndarray) else v for v in batch[self.column]])
         return {**batch, "text": _column(out.texts), "tokens": _column(out.tokens)}
 
@@ -92,7 +92,7 @@ def generate(
     """Return `dataset` (a ray.data.Dataset) with "text" and "tokens" for every "prompt"; lazy, as all of Ray Data.
 
     batch_size: rows that a replica takes at a time, of which it decodes settings["max_batch"] together. num_cpus: of
-    each replica. replica: its class, for what is to be done to prompts and texts in the same process. kwargs: those of
+    each replica. replica: its class; a subclass can process prompts and texts in the same process. kwargs: those of
     `BatchReplica`. With a seed in options, row i of a batch uses `request_seed(seed, i)`. ValueError: replicas or
     batch_size below 1.
     """
@@ -117,10 +117,9 @@ def serve_app(
 ) -> Any:
     """Return a Ray Serve application: `ray.serve.run(specdec.ray.serve_app("TARGET", "HEAD", replicas=8))`.
 
-    POST {"prompt": ..., and options of `Engine.generate`} returns {"text", "tokens", "finish_reason"}, and status 400
-    with {"error"} for what the engine refuses. A handle takes the same: `handle.remote(prompt, max_new_tokens=64)`.
-    Requests of one replica are decoded together; max_ongoing_requests of them at most, then they wait. kwargs: those of
-    `Replica`.
+    POST {"prompt": ..., and options of `Engine.generate`} returns {"text", "tokens", "finish_reason"}, or status 400
+    with {"error"} if the engine refuses. A handle takes the same: `handle.remote(prompt, max_new_tokens=64)`. A replica
+    decodes its requests together, at most max_ongoing_requests; further ones wait. kwargs: those of `Replica`.
     """
     _check(kwargs, replicas=replicas, max_ongoing_requests=max_ongoing_requests)
     from ray import serve
@@ -135,7 +134,7 @@ def serve_app(
 
 
 class ServeReplica(Replica):
-    """A replica behind Ray Serve. A client that leaves, and so cancels its call, frees its rows and pages."""
+    """A replica behind Ray Serve. A client that disconnects cancels its call, which frees its rows and pages."""
 
     async def __call__(self, request: Any, **options: Any) -> Any:
         """request: an HTTP request, or from a handle a prompt."""
@@ -149,7 +148,7 @@ class ServeReplica(Replica):
             if not isinstance(body, dict) or "prompt" not in body:
                 raise ValueError('expected a JSON object with "prompt"')
             return await self._answer(body.pop("prompt"), body)
-        except (ValueError, TypeError) as error:  # what is not JSON, and what the engine refuses
+        except (ValueError, TypeError) as error:  # not JSON, or refused by the engine
             return JSONResponse({"error": str(error)}, status_code=400)
 
     async def _answer(self, prompt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,7 +157,7 @@ class ServeReplica(Replica):
 
 
 def _resources(num_cpus: float | None) -> dict[str, Any]:
-    """Return what a replica asks of the cluster: a GPU where there are any."""
+    """Return the resources that a replica requests: a GPU if the cluster has any."""
     if not ray.is_initialized():
         ray.init()
     resources: dict[str, Any] = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) else {}
@@ -166,7 +165,7 @@ def _resources(num_cpus: float | None) -> dict[str, Any]:
 
 
 def _check(kwargs: Mapping[str, Any], **sizes: int) -> None:
-    """Raise ValueError for what is wrong here, and not in a replica that Ray starts again and again."""
+    """Raise ValueError here rather than in a replica that Ray would restart again and again."""
     for name, value in sizes.items():
         whole(1).check(name, value)
     for name in ("settings", "options"):
@@ -175,7 +174,7 @@ def _check(kwargs: Mapping[str, Any], **sizes: int) -> None:
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:
-    """Return one object a row; numpy would make a matrix of lists of equal lengths."""
+    """Return one object per row; numpy would make a matrix of lists of equal lengths."""
     column = np.empty(len(values), dtype=object)
     column[:] = values
     return column

@@ -20,7 +20,7 @@ def option(help: str = "", default: Any = None, *names: str, allowed: Range | No
 
 
 def flag(help: str) -> Any:
-    """Declare an option without a value, off unless it is given."""
+    """Declare an option without a value, off by default."""
     return field(default=False, metadata={"help": help, "is_flag": True})
 
 
@@ -35,11 +35,11 @@ def ranges_of(kind: type) -> dict[str, Range]:
 
 
 class Options:
-    """Base of commands, and of groups of options that several have; every subclass becomes a dataclass.
+    """Base of commands, and of groups of options that several commands share; every subclass becomes a dataclass.
 
-    groups: dataclasses of settings. A field of the command hides theirs of that name, and `without` leaves out others.
-    advised: those of them whose defaults depend on other options: what is not given is None. settings: the values of
-    the groups' fields, by name.
+    groups: dataclasses of settings. A field of the command hides one of theirs with its name, and `without` leaves out
+    others. advised: fields whose defaults depend on other options: None unless given. settings: the values of the
+    groups' fields, by name.
     """
 
     groups: tuple[type, ...] = ()
@@ -56,7 +56,7 @@ class Options:
 
 
 def command_of(kind: type[Options]) -> Callable[..., None]:
-    """Return the function that typer makes a command of: its parameters are the options of `kind`."""
+    """Return the function from which typer makes a command: its parameters are the options of `kind`."""
     found: dict[str, inspect.Parameter] = {}
     for group in (kind, *kind.groups):
         hints, declared = get_type_hints(group), {one.name: one for one in fields(group)}

@@ -1,4 +1,4 @@
-"""`specdec bench gsm8k` and `specdec bench lossless`: checks that exit with 1 where a text or a likelihood is off."""
+"""`specdec bench gsm8k` and `specdec bench lossless`: checks that exit with 1 if a text or a likelihood is wrong."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -54,7 +54,7 @@ class Gsm8k(Checking):
     seed: int = option("Decides how many items a prefill packs.", 0)
 
     def run(self) -> None:
-        scipy_stats()  # so that it is not missed after the measurement
+        scipy_stats()  # raises now rather than after the measurement
         where = device_of(self.device)
         is_cuda = where.startswith("cuda")
         modes = [_mode(name) for name in listed(self.mode, ALL_MODES if is_cuda else CPU_MODES)]

@@ -1,4 +1,4 @@
-"""`specdec bench grammar`: read the options, load the target, and exit with 1 where an answer is not of its schema."""
+"""`specdec bench grammar`: reads the options, loads the target, and exits with 1 if an answer violates its schema."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -70,7 +70,7 @@ class BenchGrammar(OnTarget, Recorded):
 
 
 def _is_wrong(row: Row, is_exact: bool) -> bool:
-    """Return whether a row says that something is wrong; below float32 plain rounds may round unlike the live model."""
+    """Return whether a row reports an error; below float32 plain rounds may round differently from the live model."""
     if "speed" in row:
         return False
     must_equal = "equal" in row and (row["steps"] > 0 or is_exact)

@@ -1,4 +1,4 @@
-"""`specdec bench policy`: read the options and load what is measured."""
+"""`specdec bench policy`: reads the options and loads target and draft."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ class Policy(Timing):
         self.finish({"rows": self.record(file, rows, _line)}, file.name)
 
     def _subject(self, device: str) -> tuple[Timed, Any]:
-        """Return what is measured, and a target's tokenizer."""
+        """Return the target and draft to measure, and the target's tokenizer."""
         if self.shape is not None:
             check_alone(self.shape, target=self.target, draft=self.draft, prompts=self.prompts)
             return random_subject(self.shape, device, dtype_of(self.dtype, device), None), None

@@ -1,4 +1,4 @@
-"""`specdec bench serve`: load on a server that runs, or on one of ours, which this process has."""
+"""`specdec bench serve`: load on a running server, or on a server in this process."""
 
 import os
 import time
@@ -21,7 +21,7 @@ NAME = "model"
 CLIENTS = (1, 8, 32, 64, 256)
 DRAFTING = ("draft", "steps", "topk", "draft_tokens", "draft_weights")
 STEPS = 3  # of a --shape's draft
-MAX_WAITING = 256  # as `specdec serve` has it
+MAX_WAITING = 256  # as in `specdec serve`
 
 
 class BenchServe(WithDraft, Recorded):
@@ -89,7 +89,7 @@ class BenchServe(WithDraft, Recorded):
             self.finish({"rows": self.record(file, measured(), _line)}, file.name)
 
     def _check_unused(self) -> None:
-        """Raise ValueError for an option of the draft that neither a server that runs nor a --shape takes."""
+        """Raise ValueError for an option of the draft that neither a running server nor a --shape supports."""
         if self.url is None and self.shape is None:
             return
         other = f"--url {self.url}" if self.shape is None else f"--shape {self.shape}"
@@ -113,7 +113,7 @@ class BenchServe(WithDraft, Recorded):
         return attach(model, make_head(self.shape, model), tokenizer=Letters(), **settings)
 
     def _setup(self, engine: Engine | None) -> dict[str, Any]:
-        """Return what a result file says of the server."""
+        """Return the description of the server for a result file."""
         if engine is None:
             return {"server": "given by --url"}
         config = engine.config
@@ -123,14 +123,14 @@ class BenchServe(WithDraft, Recorded):
 
 
 class Letters:
-    """A tokenizer for models without one: a letter a token."""
+    """A tokenizer for models without one: one letter per token."""
 
     def decode(self, tokens: Sequence[int], **_: Any) -> str:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
 def soaked(engine: Engine, pid: int, send: Callable[[], Row]) -> Row:
-    """Return the row of a soak that `send` sends: memory before and after, and pages at the end. pid: the server's."""
+    """Return the row of a soak that `send` runs: memory before and after, and pages at the end. pid: the server's."""
     before = held_mib(pid)
     sent = send()
     row: Row = {
@@ -144,7 +144,7 @@ def soaked(engine: Engine, pid: int, send: Callable[[], Row]) -> Row:
 
 
 def held_mib(pid: int) -> dict[str, float]:
-    """Return the MiB that this process, the API server's and, if there is one, the device hold."""
+    """Return the MiB used by this process, the API server's and, if there is one, the device."""
     held = {"rss_mib": _rss_mib("self"), "api_server_rss_mib": _rss_mib(str(pid))}
     if torch.cuda.is_available():
         held["device_mib"] = round(torch.cuda.memory_allocated() / 2**20, 1)

@@ -1,4 +1,4 @@
-"""`specdec bench latency` and `specdec bench peers`: read the options and load what is measured."""
+"""`specdec bench latency` and `specdec bench peers`: read the options and load target and draft."""
 
 import warnings
 from collections import deque
@@ -63,7 +63,7 @@ class Timing(OnTarget, Recorded):
     )
 
     def config(self, is_random: bool, model: Any, **given: Any) -> dict[str, Any]:
-        """Return what a result file says of a run."""
+        """Return the description of a run for a result file."""
         warnings.filterwarnings("ignore", message="synthetic_acceptance is on")
         shown = {name: None if value is None else str(value) for name, value in given.items()}
         config = {"version": __version__, "target": self.target, "draft": self.draft, **shown}
@@ -153,7 +153,7 @@ class Latency(Timing):
         return Timed(Path(self.target or BUNDLED).name.lower(), model, source, algo, prompts, text), longest
 
     def _measure(self, subject: Timed, plan: Plan) -> None:
-        """Measure, write every row, print the table; of several ranks, the first one writes and prints."""
+        """Measure, write every row, print the table; of several ranks, only the first writes and prints."""
         run = Run(subject, plan)
         measured = run.rows(self.hf)
         config = self.config(subject.is_random, subject.model, prompts=self.prompts, tokenizer=self.tokenizer)
@@ -192,7 +192,7 @@ class Peers(Timing):
         length = at_least("new-tokens", (128 if is_large else 32) if self.new_tokens is None else self.new_tokens)
         few, tokens = at_least("few", self.few), at_least("tokens", self.tokens)
         logging.set_verbosity_error()
-        getLogger("ContinuousBatchingLogger").setLevel(ERROR)  # warns of what is meant here
+        getLogger("ContinuousBatchingLogger").setLevel(ERROR)  # it warns of intended settings
         if self.shape is not None:
             given = {"target": self.target, "draft": self.draft, "assistant": self.assistant, "prompts": self.prompts}
             check_alone(self.shape, **given)
@@ -216,7 +216,7 @@ class Peers(Timing):
         self.finish({"rows": rows}, file.name)
 
     def _small_lm(self, model: Any) -> Any:
-        """Return the small LM that drafts for the others, or None; by default the shipped one of the bundled target."""
+        """Return the small LM for assisted generation, or None; by default the shipped one of the bundled target."""
         name = self.assistant or ("shipped-standalone" if self.target in (None, BUNDLED) else "none")
         return None if name == "none" else load_draft(shipped.find(name), dtype=model.dtype, device=model.device)[0]
 

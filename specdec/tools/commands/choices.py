@@ -1,4 +1,4 @@
-"""Options that several commands share, and what is made of them: targets, drafts, lists, result files."""
+"""Options that several commands share, and the objects made from them: targets, drafts, lists, result files."""
 
 import json
 import sys
@@ -53,13 +53,13 @@ class WithDraft(OnTarget):
     draft_weights: str | None = option("fp8: a draft head reads its weights in FP8; default: as they are.")
 
     def drafting(self, model: Any, max_batch: int = 1) -> "Drafting":
-        """Return how an engine of `max_batch` requests drafts."""
+        """Return the drafting settings of an engine of `max_batch` requests."""
         name, steps = named_draft(self.draft, self.target), self.steps
         if steps not in (None, AUTO) and not steps.isdecimal():
             raise ValueError(f"--steps {steps!r}: expected a whole number, or {AUTO}")
         given = steps if steps in (None, AUTO) else int(steps)
         drafting = drafting_of(name, model, max_batch, given, self.topk, self.draft_tokens)
-        pays = drafting.algo is not None or name == "none"  # else a CPU does without the draft that was named
+        pays = drafting.algo is not None or name == "none"  # else this CPU does not use the named draft
         if self.draft_weights is None or not pays:
             return drafting
         return replace(drafting, settings={**drafting.settings, "draft_weights": self.draft_weights})
@@ -71,7 +71,7 @@ class Reported(Options):
     json: bool = flag("Print the results as one JSON object, the last line.")
 
     def finish(self, found: dict[str, Any], file: str | None = None) -> None:
-        """End the command: print what it found as JSON if that is wanted, or else where the result file is."""
+        """End the command: print the results as JSON if requested, else the path of the result file."""
         if self.json:
             print(json.dumps({"file": file, **found} if file else found))
         elif file:
@@ -84,7 +84,7 @@ class Recorded(Reported):
     out: Path | None = option("Folder for the result file, written as rows come in.")
 
     def record(self, file: ResultFile, measured: Iterable[Row], line: Callable[[Row], str] | None = None) -> list[Row]:
-        """Collect rows as they are measured: each is written, and its `line` printed on stderr; then print them all."""
+        """Collect rows as they are measured: write each, and print its `line` on stderr; then print them all."""
         rows: list[Row] = []
         for row in measured:
             rows.append(row)
@@ -103,7 +103,8 @@ def named_draft(draft: str | None, target: str | None) -> str:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Drafting of an engine. source, algo, settings: as `attach` takes them; note: why a CPU drafts so, else ""."""
+    """Drafting of an engine. source, algo, settings: as `attach` takes them; note: a CPU's reason for its choice, or
+    ""."""
 
     source: Any
     algo: str | None
@@ -122,11 +123,10 @@ def drafting_of(
     topk: int | None = None,
     draft_tokens: int | None = None,
 ) -> Drafting:
-    """Return how an engine of `max_batch` requests drafts with the draft of that name.
+    """Return the drafting settings of an engine of `max_batch` requests with the draft of that name.
 
-    Options that were given are honoured; beside the draft "none", `attach` refuses them. If none was given, S is the
-    fastest that a CPU is measured to have, and there is no draft where none pays; elsewhere `attach` follows what the
-    draft advises.
+    Given options are honoured; with the draft "none", `attach` refuses them. Without any, a CPU uses the fastest S that
+    it measures, and no draft if none pays off; on other devices `attach` follows the draft's advice.
     """
     drafting = {"num_steps": steps, "topk": topk, "num_draft_tokens": draft_tokens}
     given = {name: value for name, value in drafting.items() if value is not None}
@@ -149,7 +149,7 @@ def drafting_of(
 
 
 def draft_module(source: Path | str | None, model: Any) -> Any:
-    """Load a draft of `draft_of` beside its target; None for one without weights."""
+    """Load a draft of `draft_of` for its target; None for one without weights."""
     if source is None:
         return None
     kind = detect_algo(source)
@@ -211,7 +211,7 @@ def at_least(option: str, value: int, least: int = 1) -> int:
 
 
 def check_alone(shape: str, **others: object) -> None:
-    """Raise ValueError for an option of real targets that was given beside --shape."""
+    """Raise ValueError for an option of real targets that was given with --shape."""
     for name, value in others.items():
         if value is not None:
             raise ValueError(f"--{name} {str(value)!r} with --shape {shape}: its weights are random; drop one")

@@ -38,12 +38,12 @@ def convert(
     overwrite: bool = False,
     target: TargetShape | None = None,
 ) -> list[str]:
-    """Write the EAGLE-3 head in `src` to the folder `dst` in the layout `to`; return notes on what was read.
+    """Write the EAGLE-3 head in `src` to the folder `dst` in the layout `to`; return notes on reading it.
 
-    to: "official" or "speculators". verifier: name of the target for speculators' config; None keeps what `src` says.
-    overwrite: replace a checkpoint in `dst`. target: gives the rows of lm_head that a head leaves to its target, which
-    other readers of speculators' layout need. ValueError names what `to` cannot express, CheckpointError what is wrong
-    with `src`.
+    to: "official" or "speculators". verifier: name of the target for speculators' config; None keeps the one in `src`.
+    overwrite: replace a checkpoint in `dst`. target: provides the lm_head rows of a head without its own, which other
+    readers of speculators' layout need. ValueError names the feature that `to` cannot express, CheckpointError the
+    problem of `src`.
     """
     if to not in TO:
         raise ValueError(f"to={to!r}: expected one of {', '.join(TO)}")
@@ -69,7 +69,7 @@ def convert(
 
 
 def _config(head: HeadFiles, stored: Stored, to: str, verifier: str | None) -> dict[str, Any]:
-    """Return config.json in the layout `to`, with what other readers use of the one in `head`."""
+    """Return config.json in the layout `to`, with the keys of the one in `head` that other readers use."""
     raw, lacks_rows = head.raw, bool(head.raw.get("lm_head_from_target")) and to == "official"
     written, _ = EAGLE3.write(stored.head, Saving(TO[to], lacks_rows))
     given = {**raw, **raw.get("transformer_layer_config", {})}
@@ -103,7 +103,8 @@ def _targets_rows(target: TargetShape | None, tensors: Mapping[str, torch.Tensor
 
 
 def _keep_aux(raw: Mapping[str, Any], written: dict[str, Any], holder: dict[str, Any]) -> None:
-    """Copy aux ids as `raw` has them, or none: their meaning depends on the target's depth, which is not known here."""
+    """Copy aux ids as they are in `raw`, or none: their meaning depends on the target's depth, which is unknown
+    here."""
     ids = (raw.get("eagle_config") or {}).get(AUX_IDS) or raw.get(AUX_IDS)
     for config, key, value in ((holder, AUX_IDS, ids), (written, AUX_LAYERS, raw.get(AUX_LAYERS))):
         config.pop(key, None)

@@ -63,9 +63,10 @@ demo = command_of(Demo)
 def run_demo(
     model: Any, tokenizer: Any, drafting: Drafting, *, max_new_tokens: int = 96, prompts: tuple[str, ...] = PROMPTS
 ) -> dict[str, Any]:
-    """Run the three ways prompt by prompt, so that a host whose load changes slows all of them; print texts and table.
+    """Run the three ways prompt by prompt, so that changes of the host's load affect all of them; print texts and
+    table.
 
-    Without a draft, where none pays on this host, there are two ways. Returns the figures.
+    If no draft pays off on this host, there are two ways. Returns the figures.
     """
     console = Console()
     mark = Marking.of(console)
@@ -108,7 +109,7 @@ def _answer(engine: Engine, ids: list[int], max_new_tokens: int) -> RequestOutpu
 
 
 def _twin(model: Any) -> Any:
-    """Return a model of its own modules that shares all weights with `model`."""
+    """Return a copy of the module tree of `model` that shares all its weights."""
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
@@ -122,7 +123,7 @@ class Marking:
 
     @classmethod
     def of(cls, console: Console) -> "Marking":
-        """Choose colour where there is colour, underlines on a terminal without, brackets in a pipe or a file."""
+        """Choose colour if the console has it, underlines on a terminal without, brackets in a pipe or a file."""
         if not console.is_terminal or console.is_dumb_terminal:
             return cls("", "[", "]")
         return cls("underline" if console.no_color or console.color_system is None else "bold green", "", "")
@@ -140,7 +141,7 @@ def exchange(prompt: str, output: RequestOutput, tokenizer: Any, mark: Marking, 
     lines.add_column(width=LABEL_WIDTH, style="bold")
     lines.add_column(width=width - LABEL_WIDTH - 1)
     lines.add_row("prompt", Text(prompt))
-    # a line breaks some characters early
+    # some characters need an early line break
     lines.add_row("answer", marked(output, tokenizer, mark, ANSWER_LINES * (width - LABEL_WIDTH - 9)))
     return lines
 

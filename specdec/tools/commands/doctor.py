@@ -34,7 +34,7 @@ PROMPTS = (
 )
 
 APART = ("draft", "chance", "rows", "agreement", "readings", "repairs", "defects", "remarks")  # not rows of facts
-LABELS = {  # of facts whose names do not say it
+LABELS = {  # of facts whose names are not clear
     "bandwidth_gb_s": "bandwidth, GB/s",
     "floor_plain_ms": "plain step, by bytes read",
     "floor_round_ms": "round, by bytes read",
@@ -112,7 +112,7 @@ def prompt_ids(questions: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _tokenizer_beside(folder: Path, tokenizer: Any) -> str | None:
-    """Compare the tokenizer in a head's folder with the target's. A head drafts without one."""
+    """Compare the tokenizer in a head's folder with the target's. Heads draft without one."""
     try:
         return tokenizer_match(tokenizer, read_tokenizer(folder))
     except CheckpointError as error:
@@ -120,7 +120,7 @@ def _tokenizer_beside(folder: Path, tokenizer: Any) -> str | None:
 
 
 def standalone_problems(draft: Any, model: Any) -> list[str]:
-    """List why a model cannot draft for another."""
+    """List the reasons why a model cannot draft for another."""
     own, wanted = map(vocab_size_of, (draft, model))
     return [] if own == wanted else [f"it scores {own} tokens, the target {wanted}: take a model of the same family"]
 

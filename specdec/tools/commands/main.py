@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from specdec import __version__
 
-COMMANDS = {  # name: module and what it has there, a function or an app of commands; first line of its help
+COMMANDS = {  # name: module, its function or app of commands, and the first line of its help
     "demo": ("demo:demo", "Compare HF generate, plain decoding and speculation, and show which tokens were drafted."),
     "generate": ("text:generate", "Generate for one prompt and stream the text; statistics go to stderr."),
     "chat": ("text:chat", "Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."),
@@ -35,7 +35,7 @@ class LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command that has nothing but its line of help."""
+        """Return a command that has only its line of help."""
         if cmd_name not in COMMANDS:
             return None
         stub = typer.Typer(add_completion=False)
@@ -43,13 +43,13 @@ class LazyGroup(TyperGroup):
         return typer.main.get_command(stub)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that is called, imported."""
+        """Return the called command, imported."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else load(name), rest
 
 
 def load(name: str) -> Any:
-    """Import the command called `name`; return it as click has it."""
+    """Import the command called `name`; return it as a click command."""
     place, _, attribute = COMMANDS[name][0].partition(":")
     module = import_module(f"specdec.tools.commands.{place}")
     import_module("specdec.tools.commands.terminal").quiet_pipes()

@@ -79,7 +79,7 @@ class Serve(WithDraft):
             raise ValueError("--api-key: expected visible ASCII characters, which any client can send; choose another")
         with ApiServer(self.host, self.port) as server:
             model, tokenizer = self.load()
-            # on a CPU a larger batch is slower for each, and its pool fills the memory
+            # on a CPU a larger batch slows each request, and its pool fills the memory
             max_batch = (8 if model.device.type == "cpu" else 32) if self.max_batch is None else self.max_batch
             drafting = self.drafting(model, max_batch)
             settings = self._settings(max_batch, tokenizer, model.generation_config.eos_token_id is not None)

@@ -16,8 +16,8 @@ def quiet_pipes() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a model may emit what a Windows pipe's code page lacks
-    # It warns that it ignores clean_up_tokenization_spaces, a field of many tokenizer files: nothing a user can act on.
+            stream.reconfigure(errors="replace")  # a model may emit characters that a Windows pipe's code page lacks
+    # It warns that it ignores clean_up_tokenization_spaces, a field of many tokenizer files: users cannot act on that.
     logging.getLogger("transformers.tokenization_utils_tokenizers").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()

@@ -62,7 +62,7 @@ class Generate(WithDraft):
         if self.prompt == "-" and not prompt:
             raise ValueError("the prompt is '-', but stdin is empty: expected a prompt there")
         model, tokenizer = self.load()
-        # not compiled: one text would not earn it back
+        # not compiled: one text would not repay the compile time
         reader = read_processor(self.target, model) or tokenizer
         drafting = self.drafting(model)
         engine = drafting.attach(model, reader, max_batch=1, compile=False)
@@ -75,11 +75,10 @@ chat, generate = command_of(Chat), command_of(Generate)
 
 
 def run_chat(engine: Engine, lines: Iterable[str], system: str | None = None, **options: Any) -> list[dict[str, str]]:
-    """Answer `lines` in turn, streaming to stdout, statistics to stderr; returns the conversation.
+    """Answer `lines` in turn, streaming to stdout, statistics to stderr; return the conversation.
 
-    An empty line starts a new conversation. Ctrl-C ends the answer that is being written, which is kept as it is.
-    options: those of `Engine.stream`. A conversation that no longer fits the engine is refused, and its last line
-    dropped.
+    An empty line starts a new conversation. Ctrl-C ends the current answer and keeps its beginning. options: those of
+    `Engine.stream`. A conversation that no longer fits the engine is refused, and its last line dropped.
     """
     begin = [] if system is None else [{"role": "system", "content": system}]
     messages = list(begin)
@@ -103,7 +102,7 @@ def run_chat(engine: Engine, lines: Iterable[str], system: str | None = None, **
 
 
 def typed_lines() -> Generator[str, None, None]:
-    """Yield lines that are typed, up to the end of input."""
+    """Yield typed lines, up to the end of input."""
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # a wrong byte costs its line alone
     while True:
         try:
@@ -116,7 +115,7 @@ def typed_lines() -> Generator[str, None, None]:
 def print_stream(
     pieces: Generator[str, None, RequestOutput], keep: Callable[[str], None] = lambda piece: None
 ) -> RequestOutput:
-    """Print pieces as they come and a line's end; returns the finished request. keep: is given every piece."""
+    """Print pieces as they arrive and a final line break; return the finished request. keep: gets every piece."""
     try:
         while True:
             piece = next(pieces)

@@ -33,7 +33,7 @@ class Training(OnTarget):
         return {f.name: self.settings[f.name] for f in fields(kind) if f.name in self.settings}
 
     def where(self) -> dict[str, Any]:
-        """Return the target, where it runs, and what may be replaced."""
+        """Return the target, its device, and whether files may be replaced."""
         return {name: getattr(self, name) for name in ("target", "dtype", "device", "overwrite")}
 
 
@@ -73,7 +73,7 @@ class Run(Training):
 
     algo: str = option(ALGOS, "eagle3")
     groups, advised = (TrainConfig, Generation), (TrainConfig,)
-    without = frozenset({"compile", "shard"})  # both have the first; a shard is no corpus to train on
+    without = frozenset({"compile", "shard"})  # both have the first; a shard is not a corpus to train on
 
     def run(self) -> None:
         out, config = self.out, recipe(self.algo, **self.picked(TrainConfig))

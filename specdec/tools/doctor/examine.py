@@ -19,8 +19,8 @@ from specdec.tools.measure.acceptance import ci95
 from specdec.tools.measure.roofline import Floor, floor, measure_bandwidth
 from specdec.tools.measure.statistics import conditional, rounded
 
-LOW_TAU = 1.25  # a draft with less is suspect
-UNLIKE = 0.05  # correlation below which two embeddings have nothing in common
+LOW_TAU = 1.25  # drafts below this are suspect
+UNLIKE = 0.05  # correlation below which two embeddings are unrelated
 LOW_COVERAGE = 0.5
 
 Draft: TypeAlias = DraftHead | PreTrainedModel
@@ -71,7 +71,7 @@ def examine(
         else:
             base, trials, repairs = search(draft, model, texts)
         if untouched_norm(draft) and all(t.alternative.leaks or t.agreement.first < 0.5 for t in repairs):
-            repairs = []  # an untrained head agrees as much, by passing its input through
+            repairs = []  # an untrained head agrees as often, by passing its input through
     found |= {} if base is None else {"rows": base.num_rows, "agreement": base.rates}
     found["readings"] = {t.alternative.name: t.agreement.rates for t in trials}
     found["repairs"] = [t.alternative.name for t in repairs]
@@ -85,8 +85,8 @@ def examine(
 def _run(
     model: PreTrainedModel, draft: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
 ) -> tuple[GenerationOutput, float]:
-    """Decode greedily at batch 1, after a warm-up; draft None is plain decoding. Returns the output, and the median
-    over prompts of a step's, or a round's, milliseconds without prefills."""
+    """Decode greedily at batch 1, after a warm-up; draft None is plain decoding. Return the output, and the median over
+    prompts of a step's, or a round's, milliseconds without prefills."""
     longest = max(map(len, prompts)) + max_new_tokens
     settings |= {"max_batch": 1, "max_seq_len": longest, "graph_sampling": "greedy"}
     with attach(model, draft, **settings, compile=False) as engine:  # several engines, a few texts each
@@ -99,7 +99,7 @@ def _run(
 
 
 def _floor_facts(least: Floor) -> dict[str, Any]:
-    """Return the lower bounds, and what a verify reads of a mixture of experts."""
+    """Return the lower bounds, and the bytes that a verify of a mixture of experts reads."""
     facts: dict[str, Any] = {"steps": least.num_steps, "bandwidth_gb_s": round(least.gb_s, 1)}
     facts |= {f"floor_{name}": round(getattr(least, name), 4) for name in ("plain_ms", "round_ms", "break_even")}
     if least.verify is not None:
@@ -184,7 +184,8 @@ def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> 
 
 
 def verify_remark(cost: VerifyCost, break_even: float) -> str:
-    """Describe what a verify of a mixture of experts reads, and from which tau drafts pay: this one from break_even."""
+    """Describe what a verify of a mixture of experts reads, and the tau from which drafts pay off; this draft's is
+    break_even."""
     experts = cost.experts
     what = (
         f"a verify of {cost.num_nodes} tokens reads {cost.distinct:.1f} of {experts.num_experts} experts a layer "
@@ -198,7 +199,7 @@ def verify_remark(cost: VerifyCost, break_even: float) -> str:
 
 
 def verdict(tau: float, break_even: float) -> str:
-    """Describe whether a draft pays. break_even: a round's time in plain steps."""
+    """Describe whether a draft pays off. break_even: a round's time in plain steps."""
     speed = tau / break_even
     pays = f"{'it pays' if speed > 1 else 'it does not pay'} ({speed:.2f}x)"
     if break_even < 1:  # a verify is a plain step of more tokens

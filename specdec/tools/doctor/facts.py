@@ -1,4 +1,4 @@
-"""Facts about a draft before it runs: features, shapes, vocabulary, tokenizer, sizes, and what its weights show."""
+"""Facts about a draft before it runs: features, shapes, vocabulary, tokenizer, sizes, and problems of its weights."""
 
 from copy import copy
 from typing import Any
@@ -56,8 +56,8 @@ def _recycles(head: DraftHead) -> str:
 
 
 def _has_targets_rows(head: DraftHead, model: PreTrainedModel) -> bool:
-    """Return whether the head scores with rows of the target's output head: with that itself, or with a copy of them,
-    as EAGLE-3 heads are loaded that leave them to the target."""
+    """Return whether the head scores with rows of the target's output head: with that head, or with a copy of rows, as
+    EAGLE-3 heads without their own lm_head are loaded."""
     if head.lm_head is None:
         return True
     ours, theirs = head.lm_head.weight, model.get_output_embeddings().weight
@@ -68,14 +68,15 @@ def _has_targets_rows(head: DraftHead, model: PreTrainedModel) -> bool:
 
 
 def shape_of(module: nn.Module) -> dict[str, int]:
-    """Return hidden, layers, heads, kv_heads, head_dim and intermediate of a head or a model, those that it states."""
+    """Return hidden, layers, heads, kv_heads, head_dim and intermediate of a head or a model, as far as its config has
+    them."""
     layer = getattr(getattr(module, "config", None), "layer", None)
     if isinstance(layer, LayerConfig) and isinstance(module, DraftHead):
         sizes = (layer.hidden_size, len(module.attention_layers), layer.num_heads, layer.num_kv_heads)
         return dict(zip(SHAPE, (*sizes, layer.head_dim, layer.intermediate_size), strict=True))
     config: Any = module.hf_config if isinstance(module, NextNHead) else module.config.get_text_config()  # type: ignore
     config = copy(config)
-    config.allow_global_per_layer_attribute_access = True  # of layers that differ, as Gemma 4's, the usual ones'
+    config.allow_global_per_layer_attribute_access = True  # if layers differ, as in Gemma 4, take the common values
     found = {ours: getattr(config, theirs, None) for ours, theirs in SHAPE.items()}
     found["head_dim"] = found["head_dim"] or config.hidden_size // config.num_attention_heads
     if isinstance(module, DraftHead):
@@ -84,7 +85,7 @@ def shape_of(module: nn.Module) -> dict[str, int]:
 
 
 def weight_problems(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> list[str]:
-    """List the problems that its weights and maps alone show."""
+    """List the problems that are visible in its weights and maps alone."""
     problems = [f"{doubt}: the training diverged, or the export is broken" for doubt in weight_doubts(draft)]
     if not isinstance(draft, DraftHead):
         return problems
@@ -97,17 +98,17 @@ def weight_problems(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) 
 
 
 def embedding_likeness(draft: DraftHead, model: PreTrainedModel) -> float | None:
-    """Correlate its own embedding with the target's over all entries; None if it has none, or of another shape."""
+    """Correlate its own embedding with the target's over all entries; None without one of the same shape."""
     if draft.embed_tokens is None:
         return None
     own, theirs = draft.embed_tokens.get_parameter("weight"), model.get_input_embeddings().get_parameter("weight")
     if own.shape != theirs.shape:
         return None
     both = torch.stack([own.detach().float().flatten(), theirs.detach().float().flatten()])
-    return float(torch.corrcoef(both)[0, 1].nan_to_num())  # a constant correlates with nothing
+    return float(torch.corrcoef(both)[0, 1].nan_to_num())  # a constant has no correlation
 
 
 def untouched_norm(draft: DraftHead) -> str | None:
-    """Return the name of a norm with all weights equal, as they are initialised and no training leaves them."""
+    """Return the name of a norm whose weights are all equal, as initialised: training would change them."""
     norms = ((name, p) for name, p in draft.named_parameters() if "norm" in name and p.dim() == 1)
     return next((name for name, p in norms if bool((p == p[0]).all())), None)

@@ -1,7 +1,7 @@
-"""Other ways to read a head, each with the defect that it reveals where it helps, and the search for those that do.
+"""Other ways to read a head, each with the defect that it reveals if it helps, and the search for those that do.
 
 Each alternative changes one thing, the head or its input. The table follows bug reports of heads that load without an
-error and have almost no drafts accepted.
+error and whose drafts are almost never accepted.
 """
 
 import copy
@@ -21,8 +21,8 @@ from specdec.reach.heads.formats import formats
 from specdec.tools.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, final_norm
 
 OFFICIAL_ROPE = (10000.0, None)  # what EAGLE-3's official trainer builds, whatever config.json says
-LEAST_GAIN = 0.05  # accepted drafts of a chain of two; less is not reported
-USEFUL = 0.25  # the same unit: the least score of a draft that is read well
+LEAST_GAIN = 0.05  # accepted drafts of a chain of two; a smaller gain is not reported
+USEFUL = 0.25  # in the same unit: the least score of a correctly read draft
 LEAKS = 0.5  # share of rows; a head that is shown the answer repeats it more often
 
 Change = Callable[[Reading, PreTrainedModel], Reading | None]
@@ -113,7 +113,7 @@ def _targets_embedding(reading: Reading, model: PreTrainedModel) -> Reading | No
 
 @dataclass(frozen=True)
 class Alternative:
-    """One alternative. name: what it changes. defect: what is wrong if that repairs the draft, and what to do.
+    """One alternative. name: what it changes. defect: the cause if it repairs the draft, and what to do.
 
     change: returns None where it does not apply. leaks: the head is shown the token to predict, which no engine can do.
     """
@@ -124,7 +124,7 @@ class Alternative:
     leaks: bool = False
 
 
-# Where two repair equally well, the first is named.
+# Of equally good repairs, the first is named.
 ALTERNATIVES: tuple[Alternative, ...] = (
     Alternative(
         "embedding and feature swapped",
@@ -247,7 +247,8 @@ def search(
 
 
 def doubts(trials: Sequence[Trial], base: Agreement) -> list[str]:
-    """Return a remark on the reading that seems to gain most over `base`, though it may be chance, if there is any."""
+    """Return a remark on the reading that seems to gain most over `base`, though it may be chance; [] if there is
+    none."""
     gaining = [t for t in trials if not t.alternative.leaks and _is_clear(t.agreement, base, num_errors=1.5)]
     best = max(gaining, key=lambda t: t.agreement.score, default=None)
     if best is None:
@@ -259,8 +260,8 @@ def doubts(trials: Sequence[Trial], base: Agreement) -> list[str]:
 
 
 def _best(trials: Sequence[Trial], base: Agreement) -> Trial | None:
-    """Return the trial that gains most over `base`, and clearly. One that leaks must gain twice what others do and be
-    right in most rows, as any head does better when it is shown the answer."""
+    """Return the trial that clearly gains most over `base`. One that leaks must gain twice what others do and be right
+    in most rows, since any head does better when it is shown the answer."""
     clear = [t for t in trials if _is_clear(t.agreement, base)]
     honest = [t for t in clear if not t.alternative.leaks]
     best = max(honest, key=lambda t: t.agreement.score, default=None)

@@ -1,7 +1,7 @@
 """Agreement of drafts with the target on its own text, one row per token: how often both predict the same next token.
 
-Everything is teacher-forced, so a few forwards give hundreds of rows. The engine is not used: this measures the draft
-and how it is read, not the machinery around it.
+Everything is teacher-forced, so a few forwards give hundreds of rows. The engine is not used: this measures only the
+draft and how it is read.
 """
 
 from collections import Counter
@@ -17,12 +17,12 @@ from specdec.reach.targets.shape import LAST, decoder_of
 from specdec.tools.train.objectives import draft_states
 
 NORMED = -1  # as a source of features: the last hidden state after the final norm
-NUM_STEPS = 2  # draft steps that are compared: the second is the first to read a recycled state
+NUM_STEPS = 2  # draft steps compared: the second is the first to read a recycled state
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A text of the target's and the target's states for it.
+    """A text of the target, and the target's states for it.
 
     ids [T] int64: prompt and greedy answer; num_prompt: tokens of the prompt. best [T] int64: the target's argmax after
     each token. stream: [T, h] after k layers, un-normed, k = 0 (embeddings) to n; None where it is not available.
@@ -82,7 +82,7 @@ class Agreement:
 
     @property
     def score(self) -> float:
-        """Mean number of drafts that a chain of two would have had accepted, over rows."""
+        """Mean number of accepted drafts of a chain of two, over rows."""
         return float(self._accepted.mean())
 
     def gain_over(self, other: "Agreement") -> tuple[float, float]:
@@ -118,7 +118,7 @@ def agreement(reading: Reading, model: PreTrainedModel, texts: Sequence[Observed
     """Compare the head under `reading` with the target on its answers in `texts`."""
     head, score, right = reading.head, model.get_output_embeddings(), []
     for text in texts:
-        length = len(text.ids) - NUM_STEPS - 1  # columns; one less, as tokens may be read one ahead
+        length = len(text.ids) - NUM_STEPS - 1  # columns; one less, since tokens may be read one ahead
         first = max(text.num_prompt - 1, 0)
         if length <= first:
             continue
@@ -140,7 +140,7 @@ def agreement(reading: Reading, model: PreTrainedModel, texts: Sequence[Observed
 
 @torch.no_grad()
 def model_agreement(draft: PreTrainedModel, texts: Sequence[Observed]) -> Agreement:
-    """Compare a standalone model with the target likewise; all its steps are alike."""
+    """Compare a standalone model with the target in the same way; its steps are all equal."""
     right = []
     for text in texts:
         best = draft(input_ids=text.ids.unsqueeze(0), use_cache=False).logits[0].argmax(-1)
@@ -149,7 +149,8 @@ def model_agreement(draft: PreTrainedModel, texts: Sequence[Observed]) -> Agreem
 
 
 def commonest(texts: Sequence[Observed]) -> float:
-    """Return the share of the most frequent token in the target's answers: what a draft gets by always saying it."""
+    """Return the share of the most frequent token in the target's answers: the score of a draft that always proposes
+    it."""
     tokens = [t for text in texts for t in text.best[text.num_prompt :].tolist()]
     return max(Counter(tokens).values()) / len(tokens) if tokens else 0.0
 

@@ -1,1 +1,1 @@
-"""Adapters that answer the interfaces of other libraries with an engine."""
+"""Adapters that implement the interfaces of other libraries on an engine."""

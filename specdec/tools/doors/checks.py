@@ -9,14 +9,15 @@ from transformers.cache_utils import CacheLayerMixin
 from specdec.core.engine.generation import Settings
 from specdec.core.engine.request import Request
 
-# Arguments of a model's forward that transformers adds to every call, or that change nothing here.
-CACHES = ("past_key_values", "cache_params")  # models with nothing but recurrent layers name theirs so
+# Arguments of a model's forward that transformers adds to every call, or that have no effect here.
+CACHES = ("past_key_values", "cache_params")  # names of caches; the second is that of models with recurrent layers only
 FORWARD_ARGUMENTS = frozenset({"attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep"})
 COUNTS_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 def check_forward_arguments(model_kwargs: dict[str, Any], images: Any) -> dict[str, Any]:
-    """Return the inputs that prompts with images have beside ids; ValueError for what the engine cannot pass on."""
+    """Return the inputs of prompts with images other than ids; ValueError for arguments that the engine cannot pass
+    on."""
     given = {name: value for name, value in model_kwargs.items() if value is not None and name not in FORWARD_ARGUMENTS}
     for name in given:
         if name not in images.names:
@@ -37,7 +38,7 @@ def check_forward_arguments(model_kwargs: dict[str, Any], images: Any) -> dict[s
 
 
 def check_rotary(requests: list[Request], mask: torch.Tensor, positions: torch.Tensor | None) -> None:
-    """Raise ValueError for several positions a token, [n, B, T], that are not those of text where there is no image."""
+    """Raise ValueError for several positions per token, [n, B, T], that differ from those of text without an image."""
     if positions is None or positions.dim() != 3:
         return
     for row, request in enumerate(requests):
@@ -50,7 +51,7 @@ def check_rotary(requests: list[Request], mask: torch.Tensor, positions: torch.T
 
 
 def _holds_tokens(cache: Any) -> bool:
-    """Return whether a cache of transformers has read anything; recurrent layers count no tokens, but have a state."""
+    """Return whether a cache of transformers holds any tokens; recurrent layers count no tokens, but have a state."""
     if cache is None:
         return False
     layers = getattr(cache, "layers", ())
@@ -62,7 +63,7 @@ def _holds_tokens(cache: Any) -> bool:
 def check_processors(
     model: Any, input_ids: torch.Tensor, processors: Any, config: Any, model_kwargs: dict[str, Any]
 ) -> None:
-    """Refuse processors that the config does not say: they run in Python, a token at a time."""
+    """Refuse processors that are not in the config: they run in Python, token by token."""
     expected = model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=input_ids.shape[1],
@@ -90,7 +91,7 @@ def _plain(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_counted_padding(settings: Settings) -> None:
-    """Raise ValueError for settings that count tokens before a padded prompt, which the engine does not see."""
+    """Raise ValueError for settings that count tokens before a padded prompt, since the engine does not see padding."""
     for name, off in COUNTS_PADDING.items():
         if settings.get(name) not in (None, off):
             raise ValueError(

@@ -1,8 +1,8 @@
 """An lm-eval model on an engine: `lm_eval.simple_evaluate(model=EngineLM(engine), tasks=[...])`.
 
 lm-eval's own model for transformers (HFLM) prepares requests: token ids, windows, chat templates, truncation. The
-engine takes the place of its forwards: likelihoods through packed prefills, texts through rounds. Needs lm-eval, which
-nothing else imports.
+engine replaces its forwards: likelihoods through packed prefills, texts through rounds. Needs lm-eval, which no other
+module imports.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from specdec.core import grouped
 
-WINDOWS = 512  # requests of one call of `Engine.score`; results are cached, and progress is shown, between two calls
-QUEUE = 16  # requests of one call of `Engine.generate`, in units of max_batch
+WINDOWS = 512  # requests per call of `Engine.score`; between calls results are cached and progress is shown
+QUEUE = 16  # requests per call of `Engine.generate`, in units of max_batch
 
-# (texts or None, ids of the context, ids of the continuation), as HFLM hands them over
+# (texts or None, ids of the context, ids of the continuation), as HFLM passes them
 TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
@@ -38,7 +38,7 @@ class EngineLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score continuations; a context that is too long loses its beginning, as in HFLM."""
+        """Score continuations; a context that is too long is cut at its beginning, as in HFLM."""
         results: list[tuple[float, bool]] = []
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as progress:
             for part in _parts(requests, WINDOWS):
@@ -46,7 +46,7 @@ class EngineLM(HFLM):
                 scores = self.engine.score(contexts, [continuation for _, _, continuation in part])
                 for (texts, _, _), score in zip(part, scores, strict=True):
                     results.append((score.logprob, score.is_greedy))
-                    if texts is not None:  # windows of a rolling likelihood are not requests of their own
+                    if texts is not None:  # windows of a rolling likelihood are not separate requests
                         self.cache_hook.add_partial("loglikelihood", texts, results[-1])
                 progress.update(len(part))
         return results
@@ -87,7 +87,7 @@ class EngineLM(HFLM):
                 "lower it (--gen_kwargs), or attach with more (max_length=...)"
             )
         if options.get("temperature") == 0.0 and not options.get("do_sample"):
-            del options["temperature"]  # greedy has none
+            del options["temperature"]  # greedy decoding has none
         prompts = [self._prompt(context, self.max_length - num_new) for context, _ in asked]
         plain, mixed = self._split_stops(until)
         out = self.engine.generate(prompts, max_new_tokens=num_new, stop=plain, **options)
@@ -98,7 +98,7 @@ class EngineLM(HFLM):
         return ids[0].tolist()
 
     def _split_stops(self, until: Sequence[str]) -> tuple[list[str], list[list[int]]]:
-        """Return the stop strings that the engine knows, and the ids of those it refuses: special tokens amid text."""
+        """Return the stop strings for the engine, and the ids of those it refuses: special tokens within text."""
         added = self.tokenizer.added_tokens_decoder
         special = {i: str(token) for i, token in added.items() if token.special}
         plain, mixed = [], []

@@ -1,8 +1,8 @@
-"""`model.generate` by an engine: the door of pipelines, streamers, evaluation and training code.
+"""`model.generate` by an engine, for pipelines, streamers, evaluation and training code.
 
 transformers prepares a call as always: it resolves the config, makes the mask, the processors and the stopping
-criteria, and repeats prompts. The engine takes the place of the decoding loop that would follow
-(`GenerationMixin._sample`). A call that the engine cannot decode as that loop would is refused, or left to it.
+criteria, and repeats prompts. The engine replaces the decoding loop after that (`GenerationMixin._sample`). A call that
+the engine cannot decode as that loop would is refused, or left to it.
 """
 
 import inspect
@@ -43,7 +43,7 @@ WAYS = ("raise", "fallback")
 class GenerateCall:
     """A prepared call: requests that are not queued yet, and the criteria that the engine does not know.
 
-    pads: rows that are over are filled up with `pad_token`, as transformers does where there is an EOS.
+    pads: finished rows are padded with `pad_token`, as in transformers if there is an EOS.
     """
 
     input_ids: torch.Tensor
@@ -57,8 +57,8 @@ class GenerateCall:
 class EngineGenerate:
     """A decoding loop for `generate(custom_generate=...)`: rounds of one engine, with the results of `_sample`.
 
-    on_unsupported: "raise" ValueError for what the engine cannot do, or "fallback" to transformers' own loop, with a
-    warning. transformers hands no streamer to a `custom_generate`: use `Engine.install` for streamers.
+    on_unsupported: "raise" ValueError for calls that the engine does not support, or "fallback" to transformers' own
+    loop, with a warning. transformers passes no streamer to a `custom_generate`: use `Engine.install` for streamers.
     """
 
     def __init__(self, engine: Any, on_unsupported: str = "raise"):
@@ -103,7 +103,7 @@ class EngineGenerate:
 
 
 class InstalledGenerate:
-    """`generate` of an attached model, by an engine. A copy of the model, or a pickle, gets transformers' own."""
+    """`generate` of an attached model, by an engine. Copies and pickles of the model have transformers' own."""
 
     def __init__(self, decode: EngineGenerate, model: Any):
         self._model = model
@@ -123,7 +123,7 @@ def _own_generate(model: Any) -> types.MethodType:
 
 
 def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
-    """Replace `generate` of the attached model; returns the function that undoes it."""
+    """Replace `generate` of the attached model; return the function that restores it."""
     model = engine.target_module
     if vars(model).get("generate", _own_generate(model)) != _own_generate(model):  # a copy has its own as an attribute
         raise ValueError("model.generate is replaced already; uninstall() that engine, or delete model.generate, first")
@@ -131,14 +131,14 @@ def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
     model.generate = ours = InstalledGenerate(decode, model)
 
     def undo() -> None:
-        if vars(model).get("generate") is ours:  # what others have put there since is theirs
+        if vars(model).get("generate") is ours:  # keep what others have set since
             del model.generate
 
     return undo
 
 
 def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
-    """Return a `generate`, a method of a model, that prepares like the model's own and decodes by `decode`."""
+    """Return a `generate`, a method of a model, that prepares calls as the model's own does and decodes by `decode`."""
 
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         own = type(model).generate
@@ -153,7 +153,7 @@ def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
                 raise ValueError(error)
             warnings.warn(f"decoded by transformers: {error}", stacklevel=3)
             return own(model, **options)
-        streamer = options.get("streamer")  # stays in options, too: the prompt is put by transformers
+        streamer = options.get("streamer")  # stays in options, too: transformers puts the prompt
 
         def loop(model: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
             return decode(model, input_ids, streamer=streamer, **prepared)
@@ -165,8 +165,8 @@ def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
 
 
 def _refused_unprepared(options: dict[str, Any]) -> str | None:
-    """Return why the engine cannot decode a call; None if it may. transformers passes decoding loops of others neither
-    the assistant nor the tokenizer, so this is checked before it prepares the call."""
+    """Return why the engine cannot decode a call; None if it may. transformers passes neither the assistant nor the
+    tokenizer to custom decoding loops, so this is checked before it prepares the call."""
     if options.get("assistant_model") is not None:
         return "assistant_model: the engine has a draft of its own; attach another one, or leave this one out"
     if options.get("token_healing", getattr(options.get("generation_config"), "token_healing", None)):
@@ -175,8 +175,8 @@ def _refused_unprepared(options: dict[str, Any]) -> str | None:
 
 
 def _with_stop_strings(model: Any, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Turn stop strings, of the call or the model, into a criterion: transformers keeps their tokenizer for its own
-    loops."""
+    """Turn stop strings, of the call or the model, into a criterion: transformers passes their tokenizer only to its
+    own loops."""
     configs = (options.get("generation_config"), model.generation_config)
     shipped = (getattr(config, "stop_strings", None) for config in configs)
     strings = options["stop_strings"] if "stop_strings" in options else next(filter(None, shipped), None)
@@ -200,7 +200,7 @@ def _read(
     streamer: Any,
     model_kwargs: dict[str, Any],
 ) -> GenerateCall:
-    """Check a prepared call and make its requests; ValueError for what the engine cannot do as transformers would."""
+    """Check a prepared call and make its requests; ValueError if the engine cannot decode it as transformers would."""
     if model is not engine.target_module:
         raise ValueError(f"this {type(model).__name__} is not the model that the engine is attached to")
     refuse_autocast(model.device)
@@ -220,11 +220,11 @@ def _read(
         refuse_counted_padding(settings)
     limits = [c.max_length - length for c in criteria if type(c) is MaxLengthCriteria]
     ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
-    eos_ids = sorted({i for ids in ends for i in ids.flatten().tolist() if i >= 0})  # -1 is nobody's token
+    eos_ids = sorted({i for ids in ends for i in ids.flatten().tolist() if i >= 0})  # -1 is no token
     others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
     limit = min(limits, default=engine.config.max_seq_len - max(map(len, prompts)))
     law = settings.params(length)
-    law = replace(law, min_new_tokens=min(law.min_new_tokens, max(limit, 0)))  # transformers warns of more
+    law = replace(law, min_new_tokens=min(law.min_new_tokens, max(limit, 0)))  # transformers only warns of more
     requests = engine._requests(
         prompts,
         sampling=[law] * len(prompts),
@@ -236,7 +236,7 @@ def _read(
     )
     positions = model_kwargs.get("position_ids")
     if images:
-        if positions is not None and positions.dim() == 3:  # before rotary positions transformers puts those of text
+        if positions is not None and positions.dim() == 3:  # rotary positions follow those of text
             images["position_ids"] = positions[1:] if len(positions) > 3 else positions
         embed_prompts(engine._attached(), requests, {"input_ids": input_ids, "attention_mask": mask, **images})
     if wanted and any(request.embedded is not None for request in requests):
@@ -248,13 +248,13 @@ def _read(
 
 
 def _run(engine: Any, call: GenerateCall) -> torch.Tensor:
-    """Play rounds until every row is over by transformers' rules; returns sequences [B, T + new]."""
+    """Run rounds until every row is finished by transformers' rules; return sequences [B, T + new]."""
     rows = Lockstep(call.input_ids, call.requests, call.criteria, call.pad_token if call.pads else None)
     with closing(engine._run(call.requests)) as run:
         for _ in run:
             _put(call.streamer, rows.advance())
             if rows.is_over:
-                break  # requests that have run ahead of a criterion are abandoned
+                break  # requests that are ahead of a criterion are abandoned
     if any(r.finish_reason == "error" for r in call.requests):
         raise RuntimeError("generation ended: the target's logits are not finite")
     assert rows.is_over, "requests ended, and their rows did not"
@@ -266,7 +266,7 @@ def _run(engine: Any, call: GenerateCall) -> torch.Tensor:
 def _scores(
     engine: Any, call: GenerateCall, sequences: torch.Tensor, processors: Any, config: Any
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Return logits and processed scores of every column, [B, V] fp32 each, if they are asked for.
+    """Return logits and processed scores of every column, [B, V] fp32 each, if requested.
 
     Rounds keep no logits: the target reads all sequences once more, as a prefill, which gives the same up to rounding.
     """
@@ -285,7 +285,7 @@ def _scores(
 
 
 def _put(streamer: Any, columns: list[list[int]]) -> None:
-    """Give new tokens to a streamer: those of one row together, else one token of every row a call."""
+    """Pass new tokens to a streamer: those of a single row together, else one column per call."""
     if streamer is None or not columns:
         return
     if len(columns[0]) == 1:
@@ -296,7 +296,7 @@ def _put(streamer: Any, columns: list[list[int]]) -> None:
 
 
 def _without_ends(config: Any) -> Any:
-    """Copy `config` without what transformers has done already, and what its criteria do."""
+    """Copy `config` without settings that transformers has applied already, or applies by its criteria."""
     config = copy(config)
     config.num_return_sequences, config.max_time, config.stop_strings = 1, None, None
     config.output_scores = config.output_logits = False

@@ -46,7 +46,7 @@ def acceptance(
     asked = {file: Conversations.of(some) for file, some in prompts.items()}
     longest = max(one.longest(max_new_tokens, tokenizer) for one in asked.values())
     settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": longest, "sample_drafts": sample_drafts}
-    settings["compile"] = False  # an engine a draft and shape: acceptance is the same
+    settings["compile"] = False  # an engine per draft and shape: acceptance is the same
     settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
     if draft is not None or algo not in (None, "auto"):
         settings |= {**shape.settings(), "draft_vocab": draft_vocab, "lookup": lookup}
@@ -66,8 +66,8 @@ def acceptance(
 def _setting(
     engine: Engine, file: str, asked: Conversations, temperature: float, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Return what was asked of which engine, and the definitions that other benches differ in; draft_vocab: how many
-    tokens a draft may propose, of those it scores, and how they were chosen, if not all."""
+    """Return the setting of a row, and definitions in which other benches differ; draft_vocab: how many of the scored
+    tokens a draft may propose, and how they were chosen, if not all."""
     config, tokenizer, narrow = engine.config, engine.tokenizer, engine.config.draft_vocab
     row = {
         "algo": engine.report().draft["algo"],
@@ -90,7 +90,7 @@ def _setting(
 
 
 def _measured(answers: Answers) -> dict[str, Any]:
-    """Return what some conversations measured; num_prompts counts every turn."""
+    """Return the measurements of some conversations; num_prompts counts every turn."""
     stats = AcceptanceStats().merge(parts := answers.stats())
     at = stats.acceptance_at
     return {
@@ -112,10 +112,11 @@ def ci95(parts: Sequence[AcceptanceStats]) -> float:
 
 
 def _beside_prediction(row: dict[str, Any], engine: Engine, requests: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Add to a greedy chain's row the a_j that the trainer simulates on its text, and how far off measured ones are."""
+    """Add to a greedy chain's row the a_j that the trainer simulates on its text, and their distance from the measured
+    ones."""
     draft = engine.draft_module
     if row["temperature"] or row["topk"] > 1 or draft is None or getattr(draft, "num_modules", 1) > 1:
-        return row  # the trainer knows heads of one module
+        return row  # the trainer only supports heads of one module
     text = [(r.prompt_ids, r.tokens) for r in requests]
     stats = predict(engine.target_module, draft, text, row["steps"])
     measured = AcceptanceStats().merge([r.acceptance for r in requests])

@@ -16,7 +16,7 @@ from specdec.api import Engine, attach
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.lossless import first_difference
 
-# How prompts are served, by name; "prefixes": the prompts were served before; "mixed": they come one by one.
+# Ways to serve prompts; "prefixes": the prompts were served before; "mixed": they arrive one by one.
 WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
@@ -26,12 +26,12 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         **{mode: {"prefill_graph": mode} for mode in ("whole", "piecewise", "breakable", "off")},
     }
 )
-# Few graphs, since a run attaches dozens of engines; a prefill takes few enough requests for one whole graph.
+# Few graphs, since a run attaches dozens of engines; prefills of few enough requests for one whole graph.
 FEW: Mapping[str, Any] = MappingProxyType(
     {"graph_batches": (1, 8, 32), "max_prefill_tokens": 512, "prefill_buckets": (32, 128, 512)}
 )
 ON_CPU = ("default", "chunks", "prefixes", "mixed")  # graphs of prefills take a CPU minutes to record
-A_REQUEST = 8  # prompts for each request of a batch, at most: small batches are slow
+A_REQUEST = 8  # most prompts per request of a batch: small batches are slow
 
 
 class Plan(NamedTuple):
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Tokens and digests of every prompt from one engine, its `Report.bits`, and what rows say of it."""
+    """Tokens and digests of every prompt from one engine, its `Report.bits`, and its keys in rows."""
 
     tokens: list[list[int]]
     digests: list[list[int]]
@@ -60,7 +60,7 @@ class Texts(NamedTuple):
 def run(
     model: Any, prompts: Sequence[list[int]], drafts: Mapping[str, tuple[Any, str | None]], plan: Plan, **settings: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row a comparison. drafts: by name, draft and algo as `attach` takes them; settings: of every engine."""
+    """Yield a row per comparison. drafts: by name, draft and algo as `attach` takes them; settings: of every engine."""
     longest = max(map(len, prompts)) + plan.max_new_tokens
     settings |= {**FEW, "max_seq_len": longest, "graph_sampling": "greedy", "digests": True}
     chosen = list(product(drafts.items(), plan.shapes))
@@ -90,7 +90,7 @@ def serve(
     max_new_tokens: int,
     **settings: Any,
 ) -> Texts:
-    """Decode `prompts` greedily, past EOS, by an engine of its own."""
+    """Decode `prompts` greedily, past EOS, on a new engine."""
     with attach(model, draft, algo, **settings) as engine:
         start = time.perf_counter()
         found = _requests(engine, prompts, way, max_new_tokens)
@@ -118,7 +118,8 @@ def _requests(engine: Engine, prompts: Sequence[list[int]], way: str, max_new_to
 
 
 def compare(ours: Texts, theirs: Texts) -> dict[str, Any]:
-    """Return a row: texts that differ, where first; of the logits before and at that place, how many differ."""
+    """Return a row: the number of differing texts and where each first differs; how many logits up to that place
+    differ."""
     where, num_logits, num_differ, num_texts, failed = [], 0, 0, 0, 0
     for a, b, bits, other in zip(ours.tokens, theirs.tokens, ours.digests, theirs.digests, strict=False):
         same = first_difference(a, b)
@@ -141,7 +142,7 @@ def compare(ours: Texts, theirs: Texts) -> dict[str, Any]:
 
 
 def in_words(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what engines say of their bits, then what all rows of bits come to."""
+    """Yield what the engines' reports say of their bits, then a summary of all bits rows."""
     own = [row for row in rows if row["check"] == "bits"]
     yield from dict.fromkeys(f"bits: {row['bits']}" for row in own)
     if own:

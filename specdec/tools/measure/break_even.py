@@ -1,7 +1,7 @@
 """Break-even of drafting on a CPU: the cost of a round in plain steps, from timed forwards of the target.
 
-A GPU reads the weights whatever the number of rows, so rounds are cheap there; a CPU multiplies, and some of its
-products of a few rows cost more than they should.
+A GPU reads the weights whatever the number of rows, so rounds are cheap there. A CPU is bound by compute, and some of
+its matmuls of a few rows cost more than they should.
 """
 
 import time
@@ -17,8 +17,8 @@ from specdec.reach.targets.few_rows import FewRows
 from specdec.tools.measure.roofline import floor
 
 REPEATS = 3
-DEPTHS = (1, 2, 3)  # S that are considered
-MARGIN = 1.05  # by which drafting must be faster than plain decoding
+DEPTHS = (1, 2, 3)  # S to consider
+MARGIN = 1.05  # by how much drafting must be faster than plain decoding
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -29,9 +29,10 @@ def expected_tau(steps: int) -> float:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Costs of rounds beside plain steps.
+    """Costs of rounds relative to plain steps.
 
-    seconds: of a target forward of so many tokens; draft_share: bytes of a draft pass over those of a plain step.
+    seconds: returns those of a target forward by its tokens; draft_share: bytes of a draft pass over those of a plain
+    step.
     """
 
     seconds: Callable[[int], float]
@@ -40,7 +41,7 @@ class BreakEven:
     def cost(self, steps: int, batch: int) -> float:
         """Return the plain steps that a round of S = `steps` costs at `batch` requests."""
         plain = self.seconds(batch)
-        verify = max(plain, self.seconds(batch * (steps + 1)))  # a busy host times fewer rows as slower
+        verify = max(plain, self.seconds(batch * (steps + 1)))  # a busy host may time fewer rows as slower
         draft = self.draft_share * ((steps - 1) * plain + verify)  # S - 1 drafts, and an extend of S + 1 rows
         return (verify + draft) / plain
 
@@ -55,7 +56,7 @@ class BreakEven:
 
     @cached_property
     def most_requests(self) -> int:
-        """The largest batch of BATCHES up to which drafting pays; 0 if it never does."""
+        """The largest batch of BATCHES up to which drafting pays off; 0 if it never does."""
         most = 0
         for batch in BATCHES:
             if not self.best_steps(batch):
@@ -65,7 +66,7 @@ class BreakEven:
 
 
 def cpu_break_even(model: PreTrainedModel, draft: DraftHead | PreTrainedModel | None) -> BreakEven:
-    """Return the break-even of a target on a CPU and its draft; None: one without weights. Forwards run when asked."""
+    """Return the break-even of a target on a CPU and its draft; None: one without weights. Forwards run on demand."""
     share = 0.0
     if draft is not None:
         bound = floor(model, draft, 1, 1.0)
@@ -76,7 +77,7 @@ def cpu_break_even(model: PreTrainedModel, draft: DraftHead | PreTrainedModel | 
 
 @torch.inference_mode()
 def _forward_seconds(model: PreTrainedModel, rows: FewRows, num_tokens: int) -> float:
-    """Return the least seconds of a forward of so many tokens, all of which get logits."""
+    """Return the least seconds of a forward of `num_tokens` tokens, with logits for all."""
     ids = torch.arange(num_tokens, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
     seconds = []
     with rows.active():

@@ -13,16 +13,17 @@ from specdec.tools.measure.statistics import Z95, student_t
 from specdec.tools.measure.tables import Table, table
 
 THRESHOLD = 0.03
-MOST_UNMATCHED = 12  # lines of what could not be matched
-# Not judged beside these keys: time per token and tau are chance where a round's time is measured, tokens/s come along
-# where acceptance is, and the number of equal texts is chance where logits tie.
+MOST_UNMATCHED = 12  # most lines about unmatched cases
+# Not judged in rows with these keys: time per token and tau are random where a round's time is measured, tokens/s
+# follow from acceptance where that is measured, and the number of equal texts is random where logits tie.
 CHANCE = {"ms": ("round_ms",), "tau": ("round_ms",), "tok_s": ("round_ms", "accept_at"), "equal": ("near_ties",)}
-Case = tuple[tuple[str, Any], ...]  # what identifies a row, sorted
+Case = tuple[tuple[str, Any], ...]  # the keys that identify a row, sorted
 Pair = tuple[Sequence[Row], Sequence[Row]]  # rows of one case, before and after
 
 
 class RowChange(NamedTuple):
-    """One measured value of a case, before and after. noise: the absolute difference that is noise; basis: whose."""
+    """One measured value of a case, before and after. noise: the absolute difference that counts as noise; basis: its
+    source."""
 
     case: dict[str, Any]
     key: str
@@ -34,7 +35,7 @@ class RowChange(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """After over before; infinite where nothing became something."""
+        """After over before; infinite if before is 0."""
         if self.before:
             return self.after / self.before
         return math.inf if self.after else 1.0
@@ -62,11 +63,11 @@ class Comparison(NamedTuple):
 
 
 def compare(before: Record, after: Record, threshold: float = THRESHOLD) -> Comparison:
-    """Match rows by all that is not measured, and judge every measured value that both have.
+    """Match rows by all keys that are not measured, and judge every measured value that both have.
 
     Rows of one case within a file are repeats: their median is compared. Noise of a difference, the first that exists:
     95% intervals in the rows; the spread of at least two repeats on both sides; chance, of counts out of trials; else
-    `threshold`, relative to the value before. ValueError where no row matches.
+    `threshold`, relative to the value before. ValueError if no row matches.
     """
     if not 0 <= threshold < 1:
         raise ValueError(f"threshold {threshold}: expected a share from 0 up to 1, such as 0.03 for 3%")
@@ -86,7 +87,7 @@ def compare(before: Record, after: Record, threshold: float = THRESHOLD) -> Comp
 def _cases(*records: Record) -> list[dict[Case, list[Row]]]:
     """Return the rows of both records by case.
 
-    A key that only one file knows, with one value, came with a later version and identifies nothing.
+    A key that only one file has, with a single value, was added by a later version and identifies nothing.
     """
     values: list[dict[str, set[str]]] = [{}, {}]
     for known, record in zip(values, records, strict=True):
@@ -115,7 +116,7 @@ def _changes(case: dict[str, Any], rows: Pair, threshold: float) -> Iterator[Row
 
 
 def _values(key: str, rows: Iterable[Row]) -> list[float]:
-    """Return the numbers that rows have for `key`; of words, 1 for an error and for the outcome "equal", else 0."""
+    """Return the numbers that rows have for `key`; for text, 1 for an error and for the outcome "equal", else 0."""
     if key in ("error", "outcome"):
         return [float(bool(row.get(key)) if key == "error" else row.get(key) == "equal") for row in rows]
     return [float(row[key]) for row in rows if isinstance(row.get(key), int | float)]
@@ -124,7 +125,7 @@ def _values(key: str, rows: Iterable[Row]) -> list[float]:
 def _noise(
     measure: Measure, rows: Pair, before: Sequence[float], after: Sequence[float], threshold: float
 ) -> tuple[float, str]:
-    """Return the difference that is noise, and what says so."""
+    """Return the difference that counts as noise, and its source."""
     halves, trials = ([_values(key, own) if key else [] for own in rows] for key in (measure.ci, measure.of))
     if all(halves):
         return math.hypot(*map(median, halves)), "95% intervals"
@@ -139,7 +140,7 @@ def _noise(
 
 
 def print_comparison(found: Comparison, before: Record, after: Record) -> None:
-    """Print what changed beyond noise, worse first, how much was judged, and what could not be matched."""
+    """Print the changes beyond noise, worse first, how many values were judged, and the unmatched cases."""
     out = Console(highlight=False)
     out.print(f"before: {before.name}; after: {after.name}")
     for key in ("gpu", "versions"):
@@ -163,7 +164,7 @@ def print_comparison(found: Comparison, before: Record, after: Record) -> None:
 
 
 def _table(changes: Sequence[RowChange], title: str) -> Table:
-    """Make a table with what tells the cases apart in one column, what all share in the title."""
+    """Make a table with the differing keys of cases in one column, and the shared ones in the title."""
     shared = {key: value for key, value in changes[0].case.items() if all(c.case.get(key) == value for c in changes)}
     rows = [
         {

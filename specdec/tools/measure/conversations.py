@@ -1,4 +1,4 @@
-"""Conversations of one measurement, and tau by where their rounds begin: in the answer, and in the context."""
+"""Conversations of one measurement, and tau by where rounds begin: in the answer, and in the context."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class PlayedRound(NamedTuple):
 
 def rounds_of(request: RequestOutput) -> Iterator[PlayedRound]:
     """Yield the rounds of a request, in order."""
-    first = len(request.tokens) - sum(request.round_lens)  # 1: the prefill's own token
+    first = len(request.tokens) - sum(request.round_lens)  # 1: the token of the prefill
     for begin, length in zip(accumulate(request.round_lens, initial=first), request.round_lens, strict=False):
         yield PlayedRound(begin, len(request.prompt_ids) + begin, length)
 
@@ -70,13 +70,13 @@ def _tau_by(where: str, edge: int, requests: Sequence[Sequence[RequestOutput]]) 
     return rows
 
 
-LONGER = 2  # re-tokenised text may have more tokens than were generated; twice as many has not been seen
+LONGER = 2  # re-tokenised text may have more tokens than were generated; so far never twice as many
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Prompts of a run. ids: the first prompt of each; turns: what the user says, () where there is no more than ids;
-    categories: None where there are none. One of each a conversation."""
+    """Prompts of a run, one element per conversation. ids: the first prompts; turns: the user's messages, () if there
+    are only ids; categories: None if there are none."""
 
     ids: list[list[int]]
     turns: list[tuple[str, ...]]
@@ -84,7 +84,7 @@ class Conversations:
 
     @classmethod
     def of(cls, prompts: "Sequence[Sequence[int]] | Conversations") -> "Conversations":
-        """Take token ids as conversations of one turn."""
+        """Make conversations of one turn from token ids."""
         if isinstance(prompts, Conversations):
             return prompts
         return cls([list(p) for p in prompts], [()] * len(prompts), [None] * len(prompts))
@@ -106,7 +106,7 @@ class Conversations:
         return grouped(named, lambda i: self.categories[i])
 
     def prompts_sha(self, tokenizer: Any) -> str:
-        """Return a hash of the first prompts' ids and of those of the users' later turns: answers are not in it."""
+        """Return a hash of the first prompts' ids and of the users' later turns, without answers."""
         later = [encode(tokenizer, text) for turns in self.turns for text in turns[1:]]
         return ids_sha([*self.ids, *later])
 
@@ -122,7 +122,7 @@ class Conversations:
 
 @dataclass(frozen=True)
 class Answers:
-    """requests: of each conversation, a request a turn; time_s: seconds of all."""
+    """requests: of each conversation, one per turn; time_s: seconds of all."""
 
     requests: list[list[RequestOutput]]
     time_s: float
@@ -133,7 +133,7 @@ class Answers:
         return [request for own in self.requests for request in own]
 
     def stats(self) -> list[AcceptanceStats]:
-        """Return the rounds of each conversation, which are what is independent of one another."""
+        """Return the rounds of each conversation; conversations are independent samples."""
         return [AcceptanceStats().merge([r.acceptance for r in own]) for own in self.requests]
 
     def of(self, numbers: Sequence[int]) -> "Answers":
@@ -142,7 +142,7 @@ class Answers:
 
 
 def ask(engine: Engine, asked: Conversations, temperature: float, max_new_tokens: int) -> Answers:
-    """Generate the answers turn by turn: all first turns, then all second ones. Seeds begin at 0 each turn."""
+    """Generate the answers turn by turn: all first turns, then all second ones. Seeds start at 0 in each turn."""
     law = SamplingParams(temperature=temperature, seed=0)
     out = engine.generate(asked.ids, max_new_tokens=max_new_tokens, sampling=law)
     requests, time_s = [[r] for r in out.requests], out.stats.time_s
@@ -157,7 +157,7 @@ def ask(engine: Engine, asked: Conversations, temperature: float, max_new_tokens
 
 
 def _messages(turns: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:
-    """Return chat messages: what the user said, and the answers in between."""
+    """Return chat messages: the user's turns and the answers between them."""
     messages = []
     for i, text in enumerate(turns):
         messages.append({"role": "user", "content": text})

@@ -1,4 +1,4 @@
-"""Draft shapes of measurements, as command lines and rows write them."""
+"""Shapes of drafts in measurements, as command lines and rows write them."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class DraftShape(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "DraftShape":
         """Parse "plain", "S:K:D" or "S:K:D@VOCAB"; "S" and "S:K" take defaults of `EngineConfig` for the rest.
-        ValueError says what is wrong."""
+        ValueError describes the mistake."""
         if text == "plain":
             return cls()
         found = re.fullmatch(r"(\d+)(?::(\d+))?(?::(\d+))?(?:@([1-9]\d*))?", text.strip())
@@ -44,17 +44,17 @@ class DraftShape(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """Its keys in a row."""
+        """The keys of a row for it."""
         own = {"steps": self.steps, "topk": self.topk, "draft_tokens": self.width}
         return own if self.vocab is None else {**own, "draft_vocab": self.vocab}
 
     @property
     def imposed_tau(self) -> float:
-        """The tau that rounds have whose acceptance is imposed, over many of them."""
+        """The expected tau of rounds with imposed acceptance."""
         return 1 + sum(acceptance_rates(self.steps))
 
     def settings(self, imposed: bool = False) -> dict[str, Any]:
-        """For `attach`. imposed: random weights are timed at an acceptance length that trained ones have."""
+        """Return settings for `attach`. imposed: impose the acceptance of trained drafts, for random weights."""
         if not self.steps:
             return {}
         shape: dict[str, Any] = {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": self.width}

@@ -1,8 +1,8 @@
-"""`specdec bench grammar`: whether answers to random JSON schemas parse and validate, and are those of plain decoding.
+"""`specdec bench grammar`: checks that answers to random JSON schemas parse, validate, and equal plain decoding's.
 
-Plain rounds of the engine decode each greedy text first; the live model then reads them, all tokens at once, and every
-token must be the best of its logits that a fresh matcher allows. Rounds that draft must give the same text, chosen from
-logits of the same bits.
+Plain rounds of the engine first decode each greedy text. The live model then reads it in one forward, and every token
+must be the best of its logits that a fresh matcher allows. Rounds that draft must give the same text, chosen from
+logits with the same bits.
 """
 
 import json
@@ -31,8 +31,8 @@ COMPILING_THREADS = 4
 class Plan:
     """Settings of a check: every shape, batch and temperature; plain rounds first, in the largest batch.
 
-    seconds: of each of them; what is not reached by then is left out. library: of `EngineConfig.grammar`. has_bits:
-    compare logits' bits, too, for which all rounds have masks.
+    seconds: limit of each cell; the rest is left out. library: of `EngineConfig.grammar`. has_bits: also compare
+    logits' bits, for which all rounds have masks.
     """
 
     shapes: Sequence[DraftShape]
@@ -86,7 +86,7 @@ def _answers(
     temperature: float,
     plan: Plan,
 ) -> list[RequestOutput]:
-    """Return the answers to the first cases, all that begin in time, `batch` at a time."""
+    """Return the answers to the first cases, those that begin in time, `batch` at a time."""
     end = time.perf_counter() + plan.seconds
 
     def answer(i: int) -> RequestOutput | None:
@@ -102,14 +102,14 @@ def _answers(
 
 
 def _compared(out: Sequence[RequestOutput], plain: Sequence[RequestOutput], names: Sequence[str]) -> Row:
-    """Return how many texts are those of plain rounds, and were chosen from logits of the same bits."""
+    """Return how many texts equal those of plain rounds, and how many were chosen from logits with the same bits."""
     pairs = list(zip(out, plain, strict=False))
     counts = (sum(getattr(a, n) == getattr(b, n) for a, b in pairs) for n in ("tokens", "digests"))
     return {"compared": len(pairs), **dict(zip(names, counts, strict=False))}
 
 
 def _verdict(out: Sequence[RequestOutput], cases: Sequence[Case]) -> Row:
-    """Return how answers ended, and how many of those that came to an end are of their schemas."""
+    """Return how answers ended, and how many of the finished ones validate."""
     finished = [(o.text, case.schema) for o, case in zip(out, cases, strict=False) if o.finish_reason == "eos"]
     reasons = [o.finish_reason for o in out]
     ended = {reason: reasons.count(reason) for reason in sorted({*reasons})}
@@ -118,7 +118,7 @@ def _verdict(out: Sequence[RequestOutput], cases: Sequence[Case]) -> Row:
 
 
 def _costs(out: Sequence[RequestOutput], before: Row, after: Row, seconds: float) -> Row:
-    """Return tau, tokens/s, and what masks cost a round."""
+    """Return tau, tokens/s, and the cost of masks per round."""
     tokens = sum(len(o.tokens) for o in out)
     rounds = sum(len(o.round_lens) for o in out)
     costs = {"tau": (tokens - len(out)) / max(rounds, 1), "seconds": seconds, "tokens_per_s": tokens / seconds}
@@ -128,7 +128,7 @@ def _costs(out: Sequence[RequestOutput], before: Row, after: Row, seconds: float
 
 
 def mask_costs(before: Row, after: Row) -> dict[str, float]:
-    """Return mean ms a round between two values of `Report.grammar`."""
+    """Return mean ms per round between two values of `Report.grammar`."""
     num = after.get("rounds", 0) - before.get("rounds", 0)
     if not num:
         return {}
@@ -139,7 +139,7 @@ def mask_costs(before: Row, after: Row) -> dict[str, float]:
 
 @torch.inference_mode()
 def _is_plain(model: Any, compiled: CompiledGrammar, out: RequestOutput) -> bool:
-    """Return whether each token is the model's best that the grammar allows, as plain constrained decoding gives."""
+    """Return whether each token is the model's best that the grammar allows, as in plain constrained decoding."""
     ids = torch.tensor([out.prompt_ids + out.tokens[:-1]], device=model.device)
     logits = model(ids, logits_to_keep=len(out.tokens)).logits.float()
     matcher, masks = compiled.matcher(), np.zeros((len(out.tokens), -(-logits.shape[-1] // 32)), np.int32)
@@ -151,7 +151,7 @@ def _is_plain(model: Any, compiled: CompiledGrammar, out: RequestOutput) -> bool
 
 
 def is_valid(text: str, schema: Any) -> bool:
-    """Return whether `text` is JSON of `schema`."""
+    """Return whether `text` is JSON that validates against `schema`."""
     from jsonschema.validators import validator_for
 
     try:

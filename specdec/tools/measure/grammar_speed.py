@@ -1,7 +1,8 @@
-"""Tokens/s of texts under JSON schemas beside free text: what spans that the model writes cost, and forced ones gain.
+"""Tokens/s of texts under JSON schemas beside free text: the cost of text that the model writes, the gain of forced
+text.
 
-Every text has the same number of tokens; lists of at least 200 items do not end before. What is timed is each call's
-slowest text, from its first token to its last: no prefill, no compiling.
+Every text has the same number of tokens; lists of at least 200 items do not end earlier. The measured time is that of
+each call's slowest text, from its first token to its last, without prefill and compiling.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ def run(
     new_tokens: int,
     **settings: Any,
 ) -> Iterator[Row]:
-    """Yield a row of every shape, batch and kind of text; settings: of every engine."""
+    """Yield a row per shape, batch and kind of text; settings: of every engine."""
     prompts = dict(zip(SPANS, chat_ids([QUESTION.format(schema) for schema in SPANS.values()], tokenizer), strict=True))
     longest = max(map(len, prompts.values())) + new_tokens
     common: Row = {"max_seq_len": longest, "max_batch": max(batches), "tokenizer": tokenizer, "grammar": "auto"}
@@ -46,7 +47,7 @@ def run(
 
 
 def _timed(engine: Engine, prompts: list[list[int]], new_tokens: int, schema: Mapping[str, Any] | None) -> Row:
-    """Time calls of `new_tokens` a request; took: ms of each. schema: of their texts, or None for free ones."""
+    """Time calls of `new_tokens` per request; took: ms of each. schema: of their texts, or None for free ones."""
     options: Row = {"ignore_eos": True} if schema is None else {"grammar": engine.compile_grammar({"json": schema})}
 
     def call() -> Any:
@@ -54,7 +55,7 @@ def _timed(engine: Engine, prompts: list[list[int]], new_tokens: int, schema: Ma
         assert all(len(tokens) == new_tokens for tokens in out.tokens), f"texts ended early: {out.finish_reasons}"
         return out
 
-    call()  # not counted: lexers grow with use, and what is kept of prompts has all begin at once
+    call()  # not counted: lexers grow with use; cached prefixes let all requests start together
     before = engine.report().grammar
     calls = [call() for _ in range(REPEATS)]
     spans = sorted(max(r.time_s - r.first_token_s for r in out.requests) for out in calls)

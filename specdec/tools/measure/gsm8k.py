@@ -1,10 +1,10 @@
 """`specdec bench gsm8k`: likelihoods and answers with prefill graphs off, breakable and piecewise, with and without a
 draft, each compared with the base: no prefill graphs, plain decoding.
 
-Likelihoods of the gold solutions come through `Engine.score`, several items packed in a prefill, so that they are what
-the prefill graphs compute. A mode differs beyond chance where McNemar's exact test on right and wrong answers says so
-(p < 0.01), or where the paired bootstrap interval of the likelihoods excludes 0 and their mean differs by 1e-3 nats or
-more: other kernels round otherwise, which is tiny but systematic, and with enough items shows in any interval.
+`Engine.score` computes likelihoods of the gold solutions, several items packed in a prefill, so they come from the
+prefill graphs. A mode differs beyond chance if McNemar's exact test on right and wrong answers says so (p < 0.01), or
+if the paired bootstrap interval of the likelihoods excludes 0 and their mean differs by 1e-3 nats or more: other
+kernels round differently, a tiny but systematic difference that shows in any interval with enough items.
 """
 
 import re
@@ -27,19 +27,19 @@ MODES: dict[str, dict[str, Any]] = {
     "whole": {"prefill_graph": "whole", "compile": False},
     "piecewise, compiled rounds": {"prefill_graph": "piecewise", "compile": True},
 }
-NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "nextn": "NextN", None: "plain decoding"}  # as sentences write them
+NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "nextn": "NextN", None: "plain decoding"}  # names in sentences
 CHAIN = {"num_steps": 3}
 PLAIN = ((None, None), "off")  # draft and mode of the base
-MOST_PACKED = 8  # items of one prefill
-TOLERANCE = 1e-3  # nats per token: what rounding of other kernels may cost
+MOST_PACKED = 8  # items per prefill
+TOLERANCE = 1e-3  # nats per token: the most that rounding of other kernels may change
 LEAST_P = 0.01
 
 
 class Items(NamedTuple):
     """Settings of a run.
 
-    gold: ids of each question with its gold solution, and how many of them are the question's; prompts: ids of the
-    questions that are answered; right: their gold numbers.
+    gold: ids of each question with its gold solution, and the number of ids of the question; prompts: ids of the
+    questions to answer; right: their gold numbers.
     """
 
     gold: list[tuple[list[int], int]]
@@ -61,7 +61,7 @@ class Items(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Results of one mode: nll of each item (nats per token), the answers' ids, and which of them are right."""
+    """Results of one mode: nll of each item (nats per token), the answers' ids, and which answers are right."""
 
     nll: list[float]
     answers: list[list[int]]
@@ -79,7 +79,7 @@ def run(
     seed: int = 0,
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for every draft and mode. The first is the base: without graphs and draft, whatever was asked for.
+    """Yield a row for every draft and mode. The first is the base, without graphs and draft, whether requested or not.
 
     drafts: draft and algo as `attach` takes them; (None, None) is plain decoding. seed: decides how many items a
     prefill packs. settings: of every engine, such as backend or max_seq_len.
@@ -134,9 +134,9 @@ def score(engine: Engine, gold: Sequence[tuple[list[int], int]], seed: int) -> l
 
 
 def _against(model: Any, items: Items, outcome: Outcome, base: Outcome, tie: float) -> dict[str, Any]:
-    """Compare one mode with the base: likelihoods item by item, right answers, and where texts part, by how much.
+    """Compare one mode with the base: likelihoods item by item, right answers, and gaps in logits where texts diverge.
 
-    tie: gap in logits up to which rounding explains that, 0 in fp32.
+    tie: gap in logits up to which rounding explains a difference, 0 in fp32.
     """
     differences = [ours - theirs for ours, theirs in zip(outcome.nll, base.nll, strict=True)]
     pairs = list(zip(outcome.is_right, base.is_right, strict=True))
@@ -152,7 +152,7 @@ def _against(model: Any, items: Items, outcome: Outcome, base: Outcome, tie: flo
 
 
 def name_of(row: Mapping[str, Any]) -> str:
-    """Return what a row measured, as "float32 piecewise, EAGLE-3"."""
+    """Return the name of a row, such as "float32 piecewise, EAGLE-3"."""
     return f"{row['dtype']} {row['mode']}, {NAMES.get(row['draft'], row['draft'])}"
 
 
@@ -167,7 +167,7 @@ def in_words(row: Mapping[str, Any]) -> str:
 
 
 def problems(row: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a row: none where all that differs is chance or rounding."""
+    """List the problems of a row: differences that are neither chance nor rounding."""
     found, (low, high) = [], row["nll_ci95"]
     if row["mcnemar_p"] < LEAST_P:
         only = f"{row['only_here']} right only here, {row['only_base']} only in the base"
@@ -187,13 +187,13 @@ def problems(row: Mapping[str, Any]) -> list[str]:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number of an answer, as GSM8K's gold answers write it."""
+    """Return the last number in an answer, in the format of GSM8K's gold answers."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return numbers[-1].rstrip(".") if numbers else None
 
 
 def _gold_ids(record: Mapping[str, str], tokenizer: Any) -> tuple[list[int], int]:
-    """Return ids of a question with its gold solution, and how many of them are the question's."""
+    """Return ids of a question with its gold solution, and the number of ids of the question."""
     question = tokenizer(f"Question: {record['question']}\nAnswer:", add_special_tokens=False)["input_ids"]
     solution = tokenizer(f" {record['answer']}", add_special_tokens=False)["input_ids"]
     return question + solution, len(question)

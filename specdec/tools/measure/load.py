@@ -1,10 +1,10 @@
-"""Load for an OpenAI-compatible server: requests of random lengths, by clients that ask again and again or by chance.
+"""Load for an OpenAI-compatible server: requests of random lengths, from clients in a loop or at random times.
 
-Clients are processes of their own, so that they take nothing from a server in this one, nor import the engine.
+Clients run in separate processes, so that they take no time from a server in this one, and do not import the engine.
 
-Lengths of prompts and texts are drawn from lognormal laws, each request's from its own number, so that runs compare.
-The default means, 161 and 338 tokens, are those of ShareGPT (vLLM, arXiv 2309.06180, section 6.1); its long tail is
-about a spread of 1: the standard deviation of the logarithm.
+Lengths of prompts and texts are drawn from lognormal laws, each request's by its number, so that runs are comparable.
+The default means, 161 and 338 tokens, are those of ShareGPT (vLLM, arXiv 2309.06180, section 6.1); its long tail
+corresponds to a spread of about 1: the standard deviation of the logarithm.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from typing import Any
 import httpx
 
 PATH = "/v1/completions"
-# a token each with the tokenizers of Llama, Qwen and SmolLM2
+# one token each in the tokenizers of Llama, Qwen and SmolLM2
 WORDS = "the of and to in is that it was for on are with as his they at be this from have or by one had not but"
-CLIENTS = 4  # of a process, or requests a second: it reads about 5,000 pieces a second
-PAUSE = 0.1  # seconds after which a client that was refused asks again
+CLIENTS = 4  # per process, or requests per second: a process reads about 5,000 pieces per second
+PAUSE = 0.1  # seconds after which a refused client asks again
 BAD = ("{", '{"prompt": "x", "suffix": "y"}', '{"prompt": [999999999]}', '{"prompt": [5], "max_tokens": 99999999}')
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to send, and their server. clients: each sends one request after the other; or rate: arrivals per
+    """The requests to send, and their server. clients: each sends one request after the other; or rate: arrivals per
     second, at random (Poisson).
 
     seconds: of the window that is measured, after `warm_up`. spread: 0 for texts of equal lengths. longest: tokens of
-    prompt and text together. vocab: prompts are token ids below it; None: text. does_harm: clients also leave in the
-    middle of a text, and send what is refused. first, step: numbers of the requests that each process sends.
+    prompt and text together. vocab: prompts are token ids below it; None: text. does_harm: clients also disconnect in
+    the middle of a text, and send invalid requests. first, step: numbers of the requests that each process sends.
     """
 
     url: str
@@ -86,10 +86,10 @@ class Load:
 
 @dataclass
 class Seen:
-    """Results of the requests within the window: times in seconds, one number a request but for `gaps`.
+    """Results of the requests within the window: times in seconds, one number per request except `gaps`.
 
-    between: mean time of a token after the first; gaps: times between two pieces of text. counts: requests by how they
-    ended; errors: by what they are.
+    between: mean time per token after the first; gaps: times between two pieces of text. counts: requests by how they
+    ended; errors: by message.
     """
 
     begin: float = 0.0
@@ -141,7 +141,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def measure(load: Load) -> dict[str, Any]:
-    """Send the load from processes of up to `CLIENTS` clients, as far as there are cores, and return its row."""
+    """Send the load from processes of up to `CLIENTS` clients, at most one for two cores, and return its row."""
     num = max(1, min(math.ceil((load.clients or load.rate or 1) / CLIENTS), (os.cpu_count() or 1) // 2))
     command = [sys.executable, "-m", __name__]
     pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -162,7 +162,7 @@ def measure(load: Load) -> dict[str, Any]:
 
 
 def served_model(url: str, api_key: str | None) -> tuple[str, int | None]:
-    """Return the name of the model that a server has, and its longest request in tokens, if it says that."""
+    """Return the name of a server's model, and the length of its longest request in tokens, if it reports that."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=60)
@@ -173,7 +173,7 @@ def served_model(url: str, api_key: str | None) -> tuple[str, int | None]:
 
 
 async def send(load: Load) -> Seen:
-    """Send the load. What is unfinished when the window closes is given up."""
+    """Send the load. Requests that are unfinished when the window closes are abandoned."""
     begin = time.perf_counter() + load.warm_up
     seen, numbers = Seen(begin, begin + load.seconds), count(load.first, load.step)
     headers = {} if load.api_key is None else {"authorization": f"Bearer {load.api_key}"}
@@ -201,7 +201,7 @@ async def _client(load: Load, http: httpx.AsyncClient, seen: Seen, numbers: "cou
 
 
 async def _careless(load: Load, http: httpx.AsyncClient, seen: Seen, numbers: "count[int]") -> None:
-    """A client that also leaves in the middle of a text, or sends what is refused."""
+    """Send requests as a client that also disconnects in the middle of a text, or sends invalid requests."""
     while True:
         rng = random.Random(f"harm {(number := next(numbers))}")
         kind = rng.choice(("finishes", "finishes", "leaves", "is refused"))
@@ -214,7 +214,7 @@ async def _careless(load: Load, http: httpx.AsyncClient, seen: Seen, numbers: "c
 
 
 async def _arrivals(load: Load, http: httpx.AsyncClient, seen: Seen, numbers: "count[int]") -> None:
-    """Requests whose times of arrival are a Poisson process."""
+    """Send requests at the times of a Poisson process."""
     assert load.rate is not None
     async with asyncio.TaskGroup() as group:
         due = time.perf_counter()
@@ -225,7 +225,7 @@ async def _arrivals(load: Load, http: httpx.AsyncClient, seen: Seen, numbers: "c
 
 
 async def _ask(body: dict[str, Any], http: httpx.AsyncClient, seen: Seen, leave_after: int | None = None) -> bool:
-    """Send one request and read its text, or a few pieces of it. Returns False if there was none."""
+    """Send one request and read its text, or a few pieces of it. Return False if there was none."""
     asked, times, num_tokens, problem = time.perf_counter(), list[float](), 0, None
     try:
         async with http.stream("POST", PATH, json=body) as response:

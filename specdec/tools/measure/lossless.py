@@ -1,10 +1,10 @@
 """`specdec bench lossless`: checks that speculation does not change the text, for every algorithm, chains and trees.
 
-Greedy text is compared with `model.generate`: in fp32 every token must be equal; in bf16 each difference is traced and
-must be a near-tie of the target's own top two logits: how near is measured on the target alone, by how far its own two
-attention implementations move the gap between its two best tokens. Sampled text, of the same seeds, is compared with
-the same engine without graphs and with the torch backend. There a difference begins where rounding moved a law across a
-random number: how often that happens is estimated likewise, and the check fails if there are more differences than that
+Greedy text is compared with `model.generate`: in fp32 every token must be equal; in bf16 each difference must be a
+near-tie of the target's own top two logits: how near is measured on the target alone, by how far its own two attention
+implementations move the gap between its two best tokens. Sampled text is compared, with the same seeds, with that of
+the same engine without graphs and with the torch backend. There a difference occurs where rounding moved a law across a
+random number: its rate is estimated in the same way, and the check fails if there are more differences than that rate
 makes likely. Rows have `algo` and `check`.
 """
 
@@ -33,8 +33,8 @@ def compare_texts(
     tie: float,
     digits: int,
 ) -> dict[str, Any]:
-    """Return how many texts are equal, by how much the target's logits of both tokens differ where others part, and at
-    how many of those no more than `tie`: near-ties."""
+    """Return how many texts are equal, the gaps in the target's logits between both tokens where the others diverge,
+    and how many of these gaps are at most `tie`: near-ties."""
     gaps = [tie_gap(model, *texts) for texts in zip(prompts, ours, theirs, strict=True) if texts[1] != texts[2]]
     return {
         "equal": len(prompts) - len(gaps),
@@ -45,17 +45,17 @@ def compare_texts(
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return the index of the first token that differs; the shorter length where one is a beginning of the other."""
+    """Return the index of the first token that differs; the shorter length if one is a prefix of the other."""
     differs = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
     return next(differs, min(len(ours), len(theirs)))
 
 
 @torch.inference_mode()
 def tie_gap(model: Any, prompt: list[int], ours: list[int], theirs: list[int]) -> float:
-    """Return how far apart, in logits of the target alone, the two tokens are where the outputs first differ."""
+    """Return the gap, in logits of the target alone, between the two tokens where the outputs first differ."""
     at = first_difference(ours, theirs)
     if at == min(len(ours), len(theirs)):
-        return float("inf")  # one is a beginning of the other: no tie explains that
+        return float("inf")  # one is a prefix of the other: no tie explains that
     ids = torch.tensor([prompt + theirs[:at]], device=model.device)
     logits = model(ids, use_cache=False).logits[0, -1].float()
     return float((logits[ours[at]] - logits[theirs[at]]).abs())
@@ -79,10 +79,10 @@ def by_both_attentions(
 
 
 def near_tie(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> float:
-    """Return the gap in logits up to which rounding explains another token: 0 in fp32.
+    """Return the gap in logits up to which rounding explains a different token: 0 in fp32.
 
-    In 16 bits, the largest change, over the tokens of 32 answers, of the gap between the model's two best tokens
-    from its eager attention to its sdpa; at least two steps of bf16.
+    In 16 bits, the largest change, over the tokens of 32 answers, of the gap between the model's two best tokens from
+    its eager attention to its sdpa; at least two steps of bf16.
     """
     if model.dtype == torch.float32:
         return 0.0
@@ -96,14 +96,14 @@ def near_tie(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[in
 
 Row = dict[str, Any]
 CONFIGS: tuple[Row, ...] = ({"num_steps": 3, "topk": 1}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})
-# What sampled text is compared with, by device: settings that change how a round runs, and nothing of what it says.
+# Settings to compare sampled text with, by device: they change how a round runs, but not its laws.
 AGAINST: dict[str, dict[str, Row]] = {
     "cuda": {"eager": {"cuda_graph": False, "strict": False}, "torch": {"backend": "torch", "strict": False}},
     "cpu": {"recorded": {"cuda_graph": True, "prefill_graph": "breakable"}},
 }
 SAMPLED_BATCH = 4
-DECISIONS = 4  # random decisions that a token takes, at most: each can be flipped by rounding
-CHANCE = 1e-3  # more differing sequences than happen with this probability are not explained by rounding
+DECISIONS = 4  # random decisions per token, at most: rounding can flip each
+CHANCE = 1e-3  # a number of differing sequences less likely than this is not explained by rounding
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Check:
         return {"algo": algo, "tokens": out.tokens, "tau": round(out.stats.tau, 3), "seconds": round(seconds, 1)}
 
     def greedy(self, draft: Any, settings: Row, batch: int, references: list[list[int]], tie: float = 0.0) -> Row:
-        """Compare greedy text at one batch size; where texts part, the target's own logits may be `tie` apart."""
+        """Compare greedy text at one batch size; where texts diverge, the target's own logits may be `tie` apart."""
         own, num = self.texts(draft, {**settings, "max_batch": batch, "graph_sampling": "greedy"}), len(self.prompts)
         row: Row = {"check": "greedy", "against": "generate", "batch": batch, "compared": num}
         row |= compare_texts(self.model, self.prompts, own.pop("tokens"), references, tie, 4)
@@ -164,8 +164,8 @@ def run(
     backend: str = "auto",
     **settings: Any,
 ) -> Iterator[Row]:
-    """Yield the rows of every draft and shape: greedy text at each of `batches`, then sampled text, which temperature 0
-    leaves out. drafts: by name, draft and algo as `attach` takes them. settings: of every engine."""
+    """Yield the rows of every draft and shape: greedy text at each of `batches`, then sampled text unless temperature
+    is 0. drafts: by name, draft and algo as `attach` takes them. settings: of every engine."""
     model, prompts, length = check.model, check.prompts, check.max_new_tokens
     references = [reference(model, p, length) for p in tqdm(prompts, desc="model.generate")]
     tie = near_tie(model, prompts, references)
@@ -194,10 +194,10 @@ def reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
 
 def flip_rate(model: Any, prompts: list[list[int]], answers: list[list[int]], temperature: float) -> float:
     """Return the share of sampled tokens that rounding changes: how often one random number draws another token from
-    the target's laws under two attention implementations of its own, mean over the tokens of 8 answers.
+    the target's laws under its own two attention implementations, mean over the tokens of 8 answers.
 
-    Tokens are drawn in order of their ids, so a shift of the cumulated law moves every boundary after it: among rare
-    tokens, whose boundaries lie close together, it changes many more draws than the laws differ by.
+    Tokens are drawn in order of their ids, so a shift of the cumulative law moves every later boundary: among rare
+    tokens, whose boundaries are close together, it changes many more draws than the laws differ by.
     """
     shares = []
     for pair in by_both_attentions(model, prompts, answers, most=8):

@@ -1,6 +1,6 @@
 """Times ways to generate the same texts: transformers' own, and engines.
 
-Each runs twice, and the second time counts; one that fails is a row with its error.
+Each runs twice, and the second time counts; a failing one gives a row with its error.
 """
 
 import gc
@@ -26,14 +26,14 @@ from specdec.tools.measure.shapes import acceptance_rates
 HF = "transformers"
 VERSIONS = {HF: version(HF), "specdec": __version__}
 BLOCK = 256  # tokens of a KV block, transformers' default
-NUM_DRAFTED = 3  # tokens a round, as many as an engine drafts by default
+NUM_DRAFTED = 3  # tokens per round, the default of an engine
 Row = dict[str, Any]
 
 
 class Texts(NamedTuple):
-    """New tokens of every request, and tokens a round where a way tells (the bonus token included).
+    """New tokens of every request, and tokens per round if the way reports them (the bonus token included).
 
-    expected_tau: what imposed acceptance comes to over many rounds.
+    expected_tau: the mean of the imposed acceptance over many rounds.
     """
 
     tokens: list[list[int]]
@@ -48,9 +48,9 @@ Run = Callable[[list[list[int]]], Texts]  # prompts -> texts
 class Task:
     """The same task for all ways: greedy decoding of `prompts` up to EOS or `new_tokens`.
 
-    draft, algo: of the engine, as `attach` takes them, algo spelt out; None, None: there is none. assistant: a small
-    causal LM of the target's vocabulary, on its device. few: requests of the ways that take one at a time. is_random:
-    weights are random, so acceptance is imposed on engines, and nothing is compared.
+    draft, algo: of the engine, as `attach` takes them, algo not "auto"; None, None: no draft. assistant: a small causal
+    LM of the target's vocabulary, on its device. few: requests for ways that take one at a time. is_random: weights are
+    random, so acceptance is imposed on engines, and texts are not compared.
     """
 
     model: Any
@@ -77,15 +77,15 @@ class Task:
         return torch.tensor(prompt, device=self.model.device)
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """Return what precedes the first EOS: ways differ in whether they return it, and what they pad with."""
+        """Return the tokens before the first EOS: ways differ in whether they return it, and in their padding."""
         ends = set(self.ends)
         return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 class Way(NamedTuple):
-    """A way to generate: `make` sets it up, yields what runs it, and cleans up after it.
+    """A way to generate: `make` sets it up, yields the function that runs it, and cleans up after it.
 
-    what, package: name of the row, and of the distribution that does it.
+    what, package: name of the row, and of the distribution that runs it.
     """
 
     what: str
@@ -95,11 +95,11 @@ class Way(NamedTuple):
 
 
 def measure(task: Task, ways: Iterable[Way]) -> Iterator[Row]:
-    """Yield a row for every way. The texts of the first are what those of the others are compared with.
+    """Yield a row for every way. The texts of the first way are the reference for the others.
 
     `tokens` are those before EOS, of all requests; `tokens_per_s` is their number by the wall clock, prefill included.
-    `first_s`: seconds that setting up and the first run took, compiling and capturing included. `equal`: how many of
-    the row's texts are those of the first way, on a real target.
+    `first_s`: seconds of setting up and of the first run, compiling and capturing included. `equal`: how many of the
+    row's texts equal those of the first way, on a real target.
     """
     reference: list[list[int]] | None = None
     for way in ways:
@@ -126,7 +126,7 @@ def timed(way: Way, task: Task, prompts: list[list[int]]) -> tuple[Row, list[lis
                 times.append(time.perf_counter())
         texts = [task.cut(text) for text in out.tokens]
         assert len(texts) == len(prompts), f"{len(texts)} texts of {len(prompts)} requests"
-    except Exception as error:  # a way that does not work here is a fact to report
+    except Exception as error:  # a way that does not work here is a result to report
         return {"error": f"{type(error).__name__}: {error}"[:300]}, None
     finally:
         if task.is_cuda:  # the next way finds no graphs or caches of this one
@@ -142,7 +142,7 @@ def timed(way: Way, task: Task, prompts: list[list[int]]) -> tuple[Row, list[lis
 
 
 def ways(task: Task) -> Iterator[Way]:
-    """Yield plain `generate` first, whose texts others are compared with, then engines: a run cut short has both."""
+    """Yield plain `generate` first, the reference, then engines: a run cut short has both."""
     yield Way("generate", HF, partial(_generate, task))
     yield Way("specdec, no draft", "specdec", partial(_engine, task, None, None))
     if task.algo is not None:
@@ -157,14 +157,14 @@ def ways(task: Task) -> Iterator[Way]:
 
 @contextmanager
 def _engine(task: Task, draft: Any, algo: str | None) -> Iterator[Run]:
-    """An engine that holds all requests at once."""
+    """Set up an engine that holds all requests at once."""
     longest = max(map(len, task.prompts)) + task.new_tokens
     settings: dict[str, Any] = {"max_batch": len(task.prompts)}
     if longest > EngineConfig.max_seq_len:
         settings["max_seq_len"] = longest
     if algo is not None and task.is_random:
         settings["synthetic_acceptance"] = acceptance_rates(EngineConfig.num_steps)
-    calls, rates = count(), settings.get("synthetic_acceptance")  # calls have seeds of their own, which draw it
+    calls, rates = count(), settings.get("synthetic_acceptance")  # imposed acceptance is drawn by each call's own seed
     with attach(task.model, draft, algo, **settings) as engine:
 
         def run(prompts: list[list[int]]) -> Texts:
@@ -178,7 +178,8 @@ def _engine(task: Task, draft: Any, algo: str | None) -> Iterator[Run]:
 
 @contextmanager
 def _generate(task: Task, **options: Any) -> Iterator[Run]:
-    """All prompts at once, padded on the left; one by one with a draft, since transformers' drafting takes no batch."""
+    """Run all prompts at once, padded on the left; one by one with a draft, since transformers' drafting takes no
+    batch."""
     greedy = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": 0, "max_new_tokens": task.new_tokens}
 
     def call(prompts: list[list[int]]) -> list[list[int]]:
@@ -193,22 +194,22 @@ def _generate(task: Task, **options: Any) -> Iterator[Run]:
 
 @contextmanager
 def _static(task: Task) -> Iterator[Run]:
-    """A static cache: on CUDA transformers compiles the decoding forward by itself (mode "reduce-overhead")."""
+    """Use a static cache: on CUDA transformers compiles the decoding forward itself (mode "reduce-overhead")."""
     try:
         with _generate(task, cache_implementation="static") as run:
             yield run
     finally:
-        for name in ("_compiled_call", "_cache"):  # what transformers keeps on the model between calls
+        for name in ("_compiled_call", "_cache"):  # transformers keeps these on the model between calls
             task.model.__dict__.pop(name, None)
 
 
 @contextmanager
 def _generate_batch(task: Task, **options: Any) -> Iterator[Run]:
-    """Continuous batching. Its manager is kept between the runs, as a server would keep it."""
+    """Use continuous batching. Its manager is kept between the runs, as in a server."""
     if not task.is_cuda:
         if options.get("use_cuda_graph"):
             raise RuntimeError("CUDA graphs need a CUDA device")
-        # A pool that just holds the requests: by default it takes nine tenths of a host's free memory.
+        # A pool that just holds the requests: the default takes nine tenths of a host's free memory.
         longest = max(map(len, task.prompts))
         blocks = (2 + (longest + task.new_tokens) // BLOCK) * len(task.prompts)
         options |= {"block_size": BLOCK, "num_blocks": blocks, "max_batch_tokens": max(longest, 512)}
@@ -230,4 +231,4 @@ def _generate_batch(task: Task, **options: Any) -> Iterator[Run]:
         yield run
     finally:
         task.model.destroy_cached_continuous_batching_manager()
-        task.model.set_attn_implementation(before)  # where the manager failed, its paged one was left
+        task.model.set_attn_implementation(before)  # a failed manager leaves its paged attention behind

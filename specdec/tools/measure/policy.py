@@ -1,8 +1,8 @@
 """Measures num_steps="auto" beside plain decoding and every fixed shape: tokens/s at an imposed acceptance, or at the
 draft's own on given prompts.
 
-Plain decoding has an engine of its own; the shapes and their policy share one. All requests of a cell decode together,
-from prompts that the prefix cache has; the clock runs until the first of them ends.
+Plain decoding has its own engine; the shapes and their policy share one. All requests of a cell decode together, with
+prompts from the prefix cache; the clock runs until the first of them ends.
 """
 
 import time
@@ -25,11 +25,11 @@ Prompts = Mapping[int | str, list[list[int]]]  # token ids, by their length or b
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells: batch and context (a key of the prompts) x acceptance, as tau of the longest chain; one of several taus
+    """Cells: batch and context (a key of the prompts) x acceptance, as tau of the longest chain; a cell of several taus
     drifts, and () imposes nothing.
 
-    taus: each a tuple, which a text goes through, `drift` tokens of each, twice. new_tokens: of a request in other
-    runs, of one alone four times as many; repeats: runs of each way.
+    taus: each a tuple that a text goes through twice, `drift` tokens each. new_tokens: per request in other runs; a
+    single request emits four times as many; repeats: runs of each way.
     """
 
     cells: tuple[tuple[int, int | str], ...]
@@ -43,7 +43,7 @@ class Grid:
         return 2 * len(taus) * self.drift if len(taus) > 1 else self.new_tokens * max(1, 4 // batch)
 
     def capacity(self, prompts: Prompts) -> dict[str, Any]:
-        """For `attach`: an engine that holds each of the cells, and what given prompts it may have to keep."""
+        """Return settings of `attach` for an engine that holds each of the cells, and the given prompts to keep."""
         most = {b: max(self.num_tokens(b, taus) for taus in self.taus) for b, _ in self.cells}
         reach = {(b, c): max(map(len, prompts[c])) + most[b] for b, c in self.cells}
         kept = sum(len(ids) for c, own in prompts.items() if isinstance(c, str) for ids in own)
@@ -75,7 +75,7 @@ def measure_policy(subject: Timed, grid: Grid, prompts: Prompts | None = None, *
         largest = {int(c): max(b for b, other in grid.cells if other == c) for _, c in grid.cells}
         prompts = {context: subject.prompts(Cell(batch, context)) for context, batch in largest.items()}
     capacity = {**grid.capacity(prompts), "graph_sampling": "greedy", "prefix_cache": True}
-    plain: dict[tuple[int, int | str, int], float] = {}  # of texts as long, since longer ones cost more
+    plain: dict[tuple[int, int | str, int], float] = {}  # by length of texts, since longer ones cost more
     with attach(subject.model, None, None, **capacity) as engine:
         for batch, context, own in _kept(engine, grid, prompts):
             for length, taus in {grid.num_tokens(batch, taus): taus for taus in grid.taus}.items():
@@ -97,8 +97,8 @@ def measure_policy(subject: Timed, grid: Grid, prompts: Prompts | None = None, *
 
 
 def _kept(engine: Engine, grid: Grid, prompts: Prompts) -> Iterator[tuple[int, int | str, list[list[int]]]]:
-    """Yield batch, context and prompts of each cell, once the prefix cache has these: else requests that decode beside
-    long prefills would end before the clock starts."""
+    """Yield batch, context and prompts of each cell, after caching these prompts: else requests that decode beside long
+    prefills would end before the clock starts."""
     for batch, context in grid.cells:
         own = prompts[context] if isinstance(context, str) else prompts[context][:batch]
         engine.generate(own, max_new_tokens=1, ignore_eos=True)
@@ -108,11 +108,11 @@ def _kept(engine: Engine, grid: Grid, prompts: Prompts) -> Iterator[tuple[int, i
 def _cell(
     engine: Engine, prompts: Sequence[list[int]], batch: int, grid: Grid, taus: tuple[float, ...], plain: float
 ) -> Row:
-    """Return a cell's row: tokens/s of each way, ratios, and in what share of its rounds "auto" had each shape."""
+    """Return a cell's row: tokens/s of each way, ratios, and the share of rounds in which "auto" had each shape."""
     tiers = engine._attached().launcher.tiers
     names, fixed = list(map(str, tiers.shapes)), {}
     if len(taus) < 2:
-        _run(engine, prompts, batch, grid, taus)  # not counted: the policy comes from the cell before, and settles
+        _run(engine, prompts, batch, grid, taus)  # not counted: the policy comes from the last cell, and settles
     before = _rounds(engine)
     for i, name in [(None, AUTO), *enumerate(names)]:
         tiers.fixed = i
@@ -157,8 +157,8 @@ def _runs(engine: Engine, prompts: Sequence[list[int]], batch: int, grid: Grid, 
 def _run(
     engine: Engine, prompts: Sequence[list[int]], batch: int, grid: Grid, taus: tuple[float, ...], run: int = 0
 ) -> tuple[int, float]:
-    """Return the tokens and seconds from when all requests decode until the first one ends; acceptance goes from one
-    of `taus` to the next with the mean length of texts, and is drawn anew in every run; each takes the next prompts."""
+    """Return the tokens and seconds from when all requests decode until the first one ends. Acceptance moves through
+    `taus` with the mean length of texts, and is drawn anew in every run; each run takes the next prompts."""
     asked = [prompts[(run * batch + i) % len(prompts)] for i in range(batch)]
     laws = [SamplingParams(seed=1000 * run + i) for i in range(batch)]  # imposed acceptance is drawn by them
     length = grid.num_tokens(batch, taus)
@@ -180,7 +180,7 @@ def _run(
 
 
 def _impose(engine: Engine, tau: float) -> None:
-    """Impose the acceptance that gives chains of the longest tier that tau."""
+    """Impose an acceptance at which chains of the longest tier have that tau."""
     rates = engine._attached().round.rates
     if rates is not None:
         rates.copy_(torch.tensor(rates_of(tau, len(rates)), dtype=rates.dtype))

@@ -25,19 +25,19 @@ ABSOLUTE = re.compile(r"(?<![\w.:/-])/(?P<top>[\w.+-]+)(?:/[\w.+-]+)*/?")
 
 
 class ResultFile:
-    """`<what>_<shape>_<gpu>_<date>.json` of a run, written as often as rows come in.
+    """`<what>_<shape>_<gpu>_<date>.json` of a run, rewritten as rows arrive.
 
     An existing file belongs to another run and is left alone: `-2`, `-3`, … are added to the name, in which "/" becomes
-    "-". No reader ever sees half a file. path: None until the first `write`, and for good if `folder` is None: then
+    "-". Readers never see a partial file. path: None until the first `write`, and always if `folder` is None: then
     nothing is written.
     """
 
     def __init__(self, folder: str | Path | None, what: str, shape: str, config: dict[str, Any]):
         if folder is not None:
-            check_place(Path(folder, what))  # now, not after the first row is measured
+            check_place(Path(folder, what))  # now, before the first row is measured
         self.path: Path | None = None
         self._folder, self._what, self._shape = folder, what, shape
-        self._config = config  # written as it is then: its lists may grow
+        self._config = config  # written in its state at that time: its lists may grow
         self._about: dict[str, Any] | None = None
 
     @property
@@ -51,7 +51,7 @@ class ResultFile:
             return
         self._about = self._about or about()
         record = without_paths({**self._about, "config": self._config, "rows": list(rows)})
-        content = json.dumps(record, indent=1) + "\n"  # before a file is made: rows that are no JSON leave none
+        content = json.dumps(record, indent=1) + "\n"  # before a file is created: rows that are not JSON leave none
         if self.path is None:
             stem = f"{self._what}_{self._shape}_{self._about['gpu']}_{datetime.now(UTC):%Y-%m-%d}"
             self.path = _new_file(Path(self._folder), stem.replace("/", "-"))
@@ -67,7 +67,7 @@ def write_results(folder: str | Path, what: str, shape: str, config: dict[str, A
 
 
 def about() -> dict[str, Any]:
-    """Return what a record says of its run, whatever it measures: command, versions, gpu, and the commit if known."""
+    """Return the facts of a run that every record has: command, versions, gpu, and the commit if known."""
     has_gpu, commit = torch.cuda.is_available(), _commit()
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -81,7 +81,7 @@ def about() -> dict[str, Any]:
 
 
 def without_paths(value: Any) -> Any:
-    """Return `value` (what JSON holds, or paths) with every absolute path of this machine cut to its last part."""
+    """Return `value` (JSON values or paths) with every absolute path of this machine cut to its last part."""
     if isinstance(value, str | Path):
         return ABSOLUTE.sub(_last_part, str(value))
     if isinstance(value, Mapping):
@@ -90,17 +90,17 @@ def without_paths(value: Any) -> Any:
 
 
 def _last_part(found: re.Match[str]) -> str:
-    """Return the last part of a path whose first folder exists here; "/v1/models" of a URL stays."""
+    """Return the last part of a path whose first folder exists here; URLs such as "/v1/models" stay."""
     whole = found.group()
     return Path(whole).name if Path("/", found["top"]).is_dir() else whole
 
 
 def _commit() -> str | None:
-    """Return the short hash of the checkout that the program runs from, "+" added where files differ; else None."""
+    """Return the short hash of the checkout of this program, with "+" if files differ; None outside a checkout."""
     own = Path(__file__).resolve()
     run: dict[str, Any] = {"cwd": own.parent, "capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        subprocess.run(["git", "ls-files", "--error-unmatch", own.name], **run)  # fails in an environment in a checkout
+        subprocess.run(["git", "ls-files", "--error-unmatch", own.name], **run)  # fails for environments in a checkout
         found = subprocess.run(["git", "describe", "--always", "--exclude=*", "--dirty=+"], **run)
     except (OSError, subprocess.SubprocessError):
         return None
@@ -108,7 +108,7 @@ def _commit() -> str | None:
 
 
 def _new_file(folder: Path, stem: str) -> Path:
-    """Create an empty file of that name, or of the first free numbered one; two runs at once never share one."""
+    """Create an empty file of that name, or of the first free numbered one; concurrent runs never share one."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")

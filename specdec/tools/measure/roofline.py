@@ -1,7 +1,7 @@
-"""Lower bounds on times, by what must be read or multiplied: of named shapes on an H200, and of live models.
+"""Lower bounds on times, from the bytes and products needed: of named shapes on an H200, and of live models.
 
 Of experts, a forward reads those that its tokens choose, in expectation under uniform random choice; states of
-recurrent layers are read once and written once a round.
+recurrent layers are read once and written once per round.
 """
 
 import re
@@ -32,14 +32,14 @@ FLOPS_PER_MS = 0.79e12  # dense bf16 products of an H200, as measured for 2048 r
 
 @dataclass(frozen=True)
 class NumWeights:
-    """Parameters of a forward's products, on one rank. dense: what every token meets, the output head among them."""
+    """Parameters of a forward's matmuls, on one rank. dense: those that every token uses, the output head included."""
 
     dense: int
     head: int
     experts: ExpertBytes | None
 
     def read(self, num_tokens: float = 1) -> float:
-        """Return what a forward of so many tokens reads."""
+        """Return the number of parameters that a forward of `num_tokens` tokens reads."""
         if self.experts is None:
             return self.dense
         return self.dense + self.experts.num_weights * self.experts.distinct(num_tokens) / self.experts.num_experts
@@ -49,10 +49,9 @@ class NumWeights:
 class ShapeFloors:
     """Floors of a named shape in bfloat16 with random weights and a draft, of `draft_bytes` a weight.
 
-    ranks: H200s that share the target; floors are those of one, which reads its part of the weights, K/V and states
-    that are cut, and all of what is not, such as routers and the draft. What ranks tell each other takes no time here.
-    algo: eagle3, nextn, block or block:N. vocab: rows of the draft's output head, if `EngineConfig.draft_vocab` makes
-    it narrow.
+    ranks: H200s that share the target; floors are those of one, which reads its part of sharded weights, K/V and
+    states, and all of the others, such as routers and the draft. Communication takes no time here. algo: eagle3, nextn,
+    block or block:N. vocab: rows of the draft's output head, if `EngineConfig.draft_vocab` makes it narrow.
     """
 
     shape: str
@@ -62,7 +61,8 @@ class ShapeFloors:
     draft_bytes: int = 2
 
     def round_ms(self, steps: int, tokens: int = 1, batch: int = 1) -> float:
-        """Bytes that must be read, over the copy rate: the target's weights once and the draft's once a pass.
+        """Return the bytes that must be read over the copy rate: the target's weights once, and the draft's once per
+        pass.
 
         tokens: of the verify forward; batch: of a draft pass, both together for all requests.
         """
@@ -70,16 +70,17 @@ class ShapeFloors:
         return round(num_bytes / COPY_BYTES_PER_MS, 3)
 
     def token_ms(self, steps: int, width: int, batch: int, context: float, tau: float) -> float:
-        """ms a token: the slower of reading (weights, states, KV of the mean context) and multiplying `width` rows."""
+        """Return ms per token: the slower of reading (weights, states, KV of the mean context) and multiplying `width`
+        rows."""
         kept = batch * (context * self.kv_bytes + 2 * self.state_bytes)
         reading = self.round_ms(steps, batch * width, batch) + kept / COPY_BYTES_PER_MS
         products = 2 * self.target.read() * batch * width / FLOPS_PER_MS
         return round(max(reading, products) / tau, 4)
 
     def first_ms(self, batch: int, tokens: int) -> float:
-        """ms to the first token of the slower of reading the weights once and multiplying, attention too.
+        """Return ms to the first token: the slower of reading the weights once and multiplying, attention included.
 
-        Llama shapes multiply every row by the output head here, as their published floors do; others only the last one.
+        Llama shapes multiply every row by the output head here, as in their published floors; others only the last one.
         """
         layers, num_heads, _, head_dim = self._attention
         attention = 2 * layers * num_heads * head_dim * tokens**2 / self.ranks  # q·k and p·v of the causal half
@@ -104,8 +105,8 @@ class ShapeFloors:
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Bytes of one token: keys and values of a rank's heads of the target's layers, and of one draft layer, whose
-        heads each rank has all of."""
+        """Bytes of one token: keys and values of a rank's heads in the target's layers, and of all heads in one draft
+        layer."""
         layers, _, num_kv_heads, head_dim = self._attention
         draft = SHAPES[self.shape].layer_of_draft(SHAPES[self.shape].make_config())
         own = draft.num_kv_heads * draft.head_dim if self.algo == "eagle3" else num_kv_heads * head_dim
@@ -130,9 +131,9 @@ class ShapeFloors:
         return layers, heads, c.num_key_value_heads, getattr(c, "head_dim", None) or c.hidden_size // heads
 
     def _draft_weights(self, steps: int, tokens: int) -> float:
-        """Parameters that S passes of `tokens` rows read, S-1 drafts and an extend, and what is read once a round:
-        EAGLE-3's projection of features. A NextN layer scores by a rank's rows of the target's output head; a narrow
-        output head is a draft's own, whole on each rank."""
+        """Return the parameters that S passes of `tokens` rows read, S-1 drafts and an extend, and those read once per
+        round: EAGLE-3's projection of features. A NextN layer scores by a rank's rows of the target's output head; a
+        narrow output head belongs to the draft and is whole on each rank."""
         if not steps:
             return 0
         model, once = _without_storage(self.shape), 0
@@ -162,8 +163,8 @@ def _without_storage(shape: str) -> Any:
 
 
 def _cut(model: Any, ranks: int) -> set[nn.Parameter]:
-    """Return the parameters that a rank has a part of: those that transformers' plan names, themselves or their
-    modules, and those of recurrent layers that ranks share by heads."""
+    """Return the parameters that are sharded: those that transformers' plan names, directly or by module, and those of
+    recurrent layers that ranks share by heads."""
     plan = model.tp_plan
     cut = {p for mixer in model.modules() if form_of(mixer, ranks) for p in mixer.parameters()}
     for name, parameter in model.named_parameters():
@@ -177,15 +178,15 @@ def _cut(model: Any, ranks: int) -> set[nn.Parameter]:
 class Floor:
     """Lower bounds on the time of a plain step and of a round of S draft passes: every weight read once per pass.
 
-    Left out: attention, its cache, and compute. target_bytes: of a step of one token, draft_bytes: of a draft pass, of
-    routed experts those that one token uses. verify: what a verify reads where experts are routed; elsewhere it reads
-    what a step does.
+    Left out: attention, its cache, and compute. target_bytes: of a step of one token, draft_bytes: of a draft pass,
+    both with the routed experts of one token. verify: the bytes of a verify with routed experts; without, it reads as
+    much as a step.
     """
 
     target_bytes: int
     draft_bytes: int
     num_steps: int
-    gb_s: float  # 1e9 bytes a second
+    gb_s: float  # 1e9 bytes per second
     verify: VerifyCost | None = None
 
     @property
@@ -241,6 +242,6 @@ def measure_bandwidth(device: torch.device) -> float:
 
 
 def wait(device: str) -> None:
-    """Wait until a device of that kind has done all its work."""
+    """Wait until a device of that kind has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Rows of result files: read back at any age, what their keys measure, and how values are written as text.
+"""Rows of result files: reads files of any age, and defines what keys measure and how values are written as text.
 
 A key that `measure_of` knows is a measured value. Every other key with a plain value identifies its row: a draft, a
 batch size, a temperature. Pages and `compare` read rows through these tables.
@@ -23,7 +23,7 @@ class Record:
 
 
 def read_record(path: str | Path) -> Record:
-    """Read a result file. ValueError says what is wrong with another file."""
+    """Read a result file. ValueError describes what is wrong with any other file."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"result file {str(path)!r}: no such file; expected JSON that a `specdec bench` command wrote")
@@ -38,10 +38,10 @@ def read_record(path: str | Path) -> Record:
 
 
 class Measure(NamedTuple):
-    """A measured value. better: "lower", "higher", or "" for what describes and is not judged.
+    """A measured value. better: "lower", "higher", or "" for values that are not judged.
 
-    ci: the key with the half width of its 95% interval; of: the key with the trials that it counts successes of;
-    threshold: relative change that is noise, where the general one would be too wide.
+    ci: the key with the half width of its 95% interval; of: the key with the number of trials of a count of successes;
+    threshold: relative change that is noise, if the general one would be too wide.
     """
 
     unit: str = ""
@@ -80,7 +80,7 @@ MEASURES = {
     "logits_differ": Measure("", "lower", threshold=0.0),
     **dict.fromkeys(DESCRIBED.split(), Measure()),
 }
-# Of keys that are not above, by their last word; the first that fits. "_p50" and "_p99" may follow it.
+# For keys that are not above, by their last word; the first match. "_p50" and "_p99" may follow it.
 ENDINGS = {
     "tok_s": Measure("tokens/s", "higher"),
     "tokens_per_s": Measure("tokens/s", "higher"),
@@ -92,8 +92,8 @@ ENDINGS = {
     "bytes": Measure("bytes", "lower"),
     "percent": Measure("%"),
 }
-NOT_OURS = ("floor", "hf_", "torch_", "sdpa_", "flex_", "flashinfer_")  # beginnings of keys that are not judged
-LABELS = {  # where the key's own words would say too little
+NOT_OURS = ("floor", "hf_", "torch_", "sdpa_", "flex_", "flashinfer_")  # prefixes of keys that are not judged
+LABELS = {  # for keys whose own words are not clear
     **{"algo": "algorithm", "num_prompts": "prompts measured", "draft_vocab": "tokens drafted from"},
     **{"steps": "S", "num_steps": "S", "topk": "K", "draft_tokens": "D", "num_draft_tokens": "D"},
     **{"tokenizer": "with text", "sample_drafts": "drafts sampled", "max_new_tokens": "new tokens at most"},
@@ -105,7 +105,7 @@ LABELS = {  # where the key's own words would say too little
     **{"cached_tokens": "cached", "num_graphs": "graphs", "graph_mib_of": "graph memory by runner"},
 }
 IDENTIFYING_FLOATS = frozenset({"temperature", "top_p", "min_p", "repetition_penalty", "alpha"})
-RUN_NAMES = frozenset({"label", "file", "commit", "date"})  # which run a row is of, not which case
+RUN_NAMES = frozenset({"label", "file", "commit", "date"})  # they identify the run of a row, not its case
 
 
 def _ending(key: str) -> tuple[str, str]:
@@ -133,7 +133,7 @@ def label_of(key: str) -> str:
 
 
 def identity(row: Row) -> dict[str, Any]:
-    """Return the keys of `row` that say which case it is; not the name of its run."""
+    """Return the keys of `row` that identify its case, without those of its run."""
     counted = {"tokens"} if "tokens_per_s" in row else set()  # emitted ones; elsewhere the length of prompts
     return {
         key: value

@@ -12,7 +12,7 @@ from specdec.core.text.prompts import chat_ids
 
 KEYS = ("name", "title", "city", "color", "count", "price", "is_open", "tags", "author", "year", "items", "address")
 QUESTION = "Make up one example of this JSON schema and reply with the JSON alone: {}"
-ENDLESS = 200  # items: more than a measurement generates
+ENDLESS = 200  # items: more than any measurement generates
 
 
 def _record(**properties: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def _list_of(item: dict[str, Any]) -> dict[str, Any]:
     return _record(items={"type": "array", "items": item, "minItems": ENDLESS})
 
 
-# What a text mostly consists of: characters that the model chooses, tokens that the schema forces, or both.
+# The main content of a text: characters that the model chooses, tokens that the schema forces, or both.
 SPANS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "free": _list_of({"type": "string"}),

@@ -1,5 +1,5 @@
-"""Named shapes of models that people run: targets with random weights, whose speed is that of trained ones, whole or
-sharded over ranks, drafts for them, and the acceptance that is imposed on those."""
+"""Named shapes of real models: targets with random weights, which are as fast as trained ones, whole or sharded over
+ranks, drafts for them, and the imposed acceptance."""
 
 import re
 from collections.abc import Iterator
@@ -30,18 +30,18 @@ from specdec.reach.heads.nextn import NextNHead
 from specdec.reach.targets.weight_bytes import expert_modules
 
 IMPOSED = "weights random, acceptance imposed: position j is accepted with probability 0.8 * 0.75**(j-1)"
-APART = 8.0  # std of embeddings before experts: else all tokens look alike in deep layers, and choose the same ones
-OWN_LAYERS = 16  # of a sharded target that have weights of their own; the others have copies, as a rank makes all first
+APART = 8.0  # std of embeddings before experts: else all tokens become alike in deep layers, and choose the same ones
+OWN_LAYERS = 16  # layers of a sharded target with own weights; others are copies, since a rank first makes all
 LONG = {"max_position_embeddings": 131072}  # so that long contexts can be timed; costs nothing until it is used
-NO_END = {"bos_token_id": None, "eos_token_id": None}  # random weights would say it by chance
+NO_END = {"bos_token_id": None, "eos_token_id": None}  # random weights would emit it by chance
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: the class of its config, and the sizes that are given to it.
+    """A model: the class of its config, and the sizes given to it.
 
     draft_vocab: hot vocabulary of its EAGLE-3 head; draft_layer: that head's layer, by default of the model's sizes.
-    state: what each of its recurrent layers keeps.
+    state: the state of each of its recurrent layers.
     """
 
     config: type[PreTrainedConfig]
@@ -51,7 +51,7 @@ class Shape:
     state: tuple[RecurrentSpec, ...] = ()
 
     def make_config(self, **options: Any) -> Any:
-        """Return the config. options: in place of the shape's sizes."""
+        """Return the config. options: override the shape's sizes."""
         return self.config(**{**self.sizes, **NO_END, **options})
 
     def layer_of_draft(self, config: Any) -> LayerConfig:
@@ -77,7 +77,7 @@ _MAMBA |= dict(head_dim=64, expand=2, n_groups=1, initializer_range=0.02, tie_wo
 _TINY = dict(num_hidden_layers=8, hidden_size=32, vocab_size=96, num_attention_heads=2, num_key_value_heads=2)
 _TINY |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, linear_num_key_heads=2)
 _TINY |= dict(shared_expert_intermediate_size=24, linear_num_value_heads=4, linear_key_head_dim=8)
-_DELTA = (ConvSpec(8192, 4), ScanSpec(32, 32, 128, 128, "head", is_corrected=True))  # as Qwen3-Next has it
+_DELTA = (ConvSpec(8192, 4), ScanSpec(32, 32, 128, 128, "head", is_corrected=True))  # as in Qwen3-Next
 _SSD = (ConvSpec(5376, 4), ScanSpec(80, 1, 128, 64, "head", is_corrected=False))
 _TINY_DELTA = (ConvSpec(80, 4), ScanSpec(4, 4, 8, 12, "head", is_corrected=True))
 _DELTA_HEAD = LayerConfig(2048, 6144, 16, 2, 256, rms_norm_eps=1e-6)
@@ -118,21 +118,21 @@ def check_shape(shape: str) -> str:
 
 
 def recurrent_layers(shape: str) -> tuple[RecurrentSpec, ...]:
-    """List what the recurrent layers of `shape` keep, all of them."""
+    """List the states of all recurrent layers of `shape`."""
     kinds = getattr(SHAPES[shape].make_config(), "layer_types", None) or ()
     return SHAPES[shape].state * list(kinds).count("linear_attention")
 
 
 def acceptance_rates(steps: int) -> list[float]:
-    """Return the share of rounds in which draft position 1, 2, .. is accepted: what every speed bench imposes."""
+    """Return the share of rounds in which draft position 1, 2, .. is accepted: imposed by every speed bench."""
     return [0.8 * 0.75**j for j in range(steps)]
 
 
 def make_target(shape: str, device: str, dtype: torch.dtype | None = None, **options: Any) -> Any:
     """Make a target of that shape with random weights, the same in every run, and no EOS.
 
-    Weights are made on the device, in their dtype, as transformers initialises a new model's: no state explodes.
-    dtype: default bfloat16, on CPU float32. options: of its config, in place of the shape's.
+    Weights are created on the device, in their dtype, and initialised as transformers does, so that states stay finite.
+    dtype: default bfloat16, on CPU float32. options: of its config, overriding the shape's.
     """
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     config = SHAPES[check_shape(shape)].make_config(**options, dtype=dtype)
@@ -148,7 +148,7 @@ def make_target(shape: str, device: str, dtype: torch.dtype | None = None, **opt
 
 @contextmanager
 def made_on(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
-    """Within, new parameters are of `dtype` and on `device`."""
+    """Create parameters in `dtype` on `device` within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -159,9 +159,9 @@ def made_on(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
 
 
 def fewer_layers(shape: str, num_ranks: int) -> dict[str, Any]:
-    """Return the options of `make_target` for a model that `shard` is going to share among so many ranks.
+    """Return the options of `make_target` for a model that `shard` will share among `num_ranks` ranks.
 
-    ValueError for a shape that transformers has no plan for, or whose heads so many ranks cannot share.
+    ValueError for a shape that transformers has no plan for, or whose heads cannot be shared by so many ranks.
     """
     config = SHAPES[check_shape(shape)].make_config()
     if num_ranks == 1:
@@ -184,8 +184,8 @@ def shard(model: Any, shape: str, num_ranks: int) -> Any:
     """Return `model` as transformers loads it for one of `num_ranks` ranks, all of which call this, with the layers of
     `shape`; those that `model` lacks repeat its own, kind by kind.
 
-    Until the caller forgets `model`, a rank has both. Computed, in bfloat16: of 35b-a3b 29 GB (16 whole layers) and
-    35 GB (half of 40), of 70b 32 and 72 GB. Afterwards nothing keeps the whole ones.
+    Until the caller drops `model`, a rank has both. Computed, in bfloat16: of 35b-a3b 29 GB (16 whole layers) and 35 GB
+    (half of 40), of 70b 32 and 72 GB. Afterwards nothing keeps the whole ones.
     """
     config, own = SHAPES[shape].make_config(dtype=model.dtype), model.config.num_hidden_layers
     state = model.state_dict()
@@ -200,15 +200,15 @@ def shard(model: Any, shape: str, num_ranks: int) -> Any:
     )
     assert not any(report.values()), f"layers of {shape} do not repeat those of {own}: {report}"
     _separate(sharded)
-    torch.manual_seed(0)  # loading may have drawn: ranks make equal drafts next
+    torch.manual_seed(0)  # loading may have drawn numbers: ranks make equal drafts next
     return sharded.eval()
 
 
 def _separate(model: nn.Module) -> None:
-    """Give every weight a storage of its own. Transformers' parts are views of what they were loaded from where they
-    can be: they keep all of that in memory, and layers that repeat others would be read once for both."""
+    """Give every weight its own storage. Transformers' parts are views of the loaded tensors where possible: they keep
+    those in memory, and layers that repeat others would be read once for both."""
     for parameter in model.parameters():
-        local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)  # of a DTensor, what this rank has
+        local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)  # of a DTensor, this rank's part
         local.data = local.data.clone(memory_format=torch.contiguous_format)
 
 
@@ -229,27 +229,28 @@ def head_config(shape: str, config: Any, most: int | None = None) -> Eagle3Confi
 
 
 def make_nextn(model: Any) -> NextNHead:
-    """Make a NextN head with random weights for `model`: a layer of its own kind, its embedding and its output head."""
+    """Make a NextN head with random weights for `model`: a layer of its own kind, with its embedding and output
+    head."""
     with made_on(model.device, model.dtype):
         head = NextNHead(model)
-    head.apply(model._init_weights)  # experts are empty when they are made
+    head.apply(model._init_weights)  # experts are uninitialised when created
     return head.eval().requires_grad_(False)
 
 
 def make_block(shape: str, model: Any, ids: torch.Tensor, num_layers: int) -> BlockHead:
-    """Make a random block head of so many layers for `model`, which drafts tokens of `ids`, as `make_head` has them."""
+    """Make a random block head of `num_layers` layers for `model` that drafts tokens of `ids`, as in `make_head`."""
     config = block_head_config(shape, model, num_layers, len(ids))
     hot_ids = ids[torch.randperm(len(ids))][: config.draft_vocab_size].sort().values
     return new_block(model, config, hot_ids.to(model.device), seed=0).to(model.dtype).eval().requires_grad_(False)
 
 
 def block_head_config(shape: str, model: Any, num_layers: int, most: int | None = None) -> BlockConfig:
-    """Return the config of a block head of so many layers for `model`; most: tokens it may draft."""
+    """Return the config of a block head of `num_layers` layers for `model`; most: tokens it may draft."""
     scored = min(SHAPES[shape].draft_vocab, most or model.config.vocab_size)
     return block_config(model, scored, num_layers=num_layers)
 
 
 def block_layers(algo: str) -> int:
-    """Return the layers of a block head that `algo` names, block or block:N; 0 for other algorithms."""
+    """Return the number of layers of a block head named by `algo`, block or block:N; 0 for other algorithms."""
     name, _, layers = algo.partition(":")
     return int(layers or 2) if name == "block" and (layers or "2").isdecimal() else 0

@@ -12,11 +12,11 @@ from specdec.tools.measure.conversations import Conversations
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.statistics import ratio_half_width, rounded
 
-MOST_CALLS = 24  # timed ones of a row
+MOST_CALLS = 24  # timed calls per row
 
 
 class Call(NamedTuple):
-    """One call of `generate`: tokens after the first ones and the seconds that they took, all tokens and seconds."""
+    """One call of `generate`: tokens after the first ones and their seconds; all tokens and all seconds."""
 
     later_tokens: int
     later_s: float
@@ -41,11 +41,11 @@ def speeds(
     lookup: bool = False,
     draft_vocab: int | Sequence[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows of `draft`, called `name` in them: of every file of `prompts` (first turns), batch and temperature.
+    """Yield rows of `draft`, called `name` in them: one per file of `prompts` (first turns), batch and temperature.
 
-    The options are those of `acceptance`. A row is of up to `MOST_CALLS` calls with prompts of their own, of which each
-    emits `max_new_tokens`, past EOS. tok_s: tokens after the first ones by the time after these; its interval is over
-    calls, as that of tau.
+    The options are those of `acceptance`. A row covers up to `MOST_CALLS` calls with different prompts, each of which
+    emits `max_new_tokens`, past EOS. tok_s: tokens after the first ones over the time after these; its interval is over
+    calls, as for tau.
     """
     longest = max(len(ids) for asked in prompts.values() for ids in asked.ids) + max_new_tokens
     settings: dict[str, Any] = {"max_batch": max(batches), "max_seq_len": longest, "graph_batches": tuple(batches)}

@@ -1,4 +1,4 @@
-"""Tests, intervals and rates that measurements state. Tests of significance need scipy, of the extra `bench`."""
+"""Tests, intervals and rates of measurements. Tests of significance need scipy, of the extra `bench`."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% interval of the mean of paired `differences`, one an item: percentiles of the means of
+    """Return the 95% interval of the mean of paired `differences`, one per item: percentiles of the means of
     `RESAMPLES` drawings of items with replacement, of a fixed seed."""
     values = np.asarray(differences, dtype=np.float64)
     if not values.size:
@@ -33,7 +33,7 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
 def ratio_half_width(tops: Sequence[float], bottoms: Sequence[float]) -> float:
     """Return the half width of the 95% interval of sum(tops) / sum(bottoms) over samples: the linearised estimator.
 
-    Infinite for fewer than two samples, or where the bottoms are all 0.
+    Infinite for fewer than two samples, or if the bottoms are all 0.
     """
     n, total = len(tops), sum(bottoms)
     if n < 2 or not total:
@@ -53,7 +53,7 @@ def wilson(share: float, trials: int) -> tuple[float, float]:
 
 
 def student_t(freedom: int) -> float:
-    """Return Student's t, two-sided 95%, for so many degrees of freedom."""
+    """Return Student's t, two-sided 95%, for that number of degrees of freedom."""
     return float(scipy_stats().t.ppf(0.975, freedom))
 
 
@@ -63,17 +63,17 @@ def most_likely(mean: float, chance: float) -> int:
 
 
 def conditional(rates: Sequence[float]) -> list[float]:
-    """Return the chance that position j is accepted where j - 1 was, from unconditional a_j; 0 where none ever was."""
+    """Return the chance that position j is accepted if j - 1 was, from unconditional a_j; 0 if none ever was."""
     return [round(a / before, 4) if before else 0.0 for before, a in pairwise([1.0, *rates])]
 
 
 def rounded(value: float, digits: int = 4) -> float | None:
-    """Return `value` for a result file: None where it is infinite, which JSON does not know."""
+    """Return `value` for a result file: None if it is infinite, which JSON does not support."""
     return round(value, digits) if math.isfinite(value) else None
 
 
 def scipy_stats() -> Any:
-    """Return scipy.stats; ValueError says how to get it. Long measurements ask for it before they begin."""
+    """Return scipy.stats; ValueError with the pip command. Long measurements call this before they begin."""
     try:
         from scipy import stats
     except ImportError as error:

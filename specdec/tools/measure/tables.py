@@ -11,14 +11,14 @@ from rich.markup import escape
 from specdec.tools.measure.rows import Row, label_of, text
 
 FOLDED_FROM = 16  # rows
-LONG = 24  # letters of a text that is said once below a table if all rows have it
+LONG = 24  # letters of a text that is written once below a table if all rows have it
 WIDTH = 150  # least columns of a table outside a terminal
 WORDS = {"batch": "batch ", "tokens": "tokens ", "requests": "requests ", "tokenizer": "with text: "}
 WORDS |= {"speculation": "speculation: ", "temperature": "T=", "floor_ms": "floor "}
 
 
 class Table(NamedTuple):
-    """Cells as text, a list a row; is_number: of each column; is_folded: shown when the reader asks; note: below it."""
+    """Cells as text, a list per row; is_number: per column; is_folded: shown on demand; note: below it."""
 
     title: str
     columns: list[str]
@@ -28,7 +28,7 @@ class Table(NamedTuple):
     note: str = ""
 
     def print(self, console: Console | None = None, style: str = "") -> None:
-        """Print it on a terminal, or for pipes and files as wide as it must be."""
+        """Print it on a terminal, or for pipes and files as wide as needed."""
         if console is None:
             console = Console()
             console.width = console.width if console.is_terminal else max(console.width, WIDTH)
@@ -43,9 +43,9 @@ class Table(NamedTuple):
 
 
 def table(title: str, rows: Sequence[Row], keys: Iterable[str] = (), hidden: Iterable[str] | None = ()) -> Table:
-    """Make a table of `rows`: columns of `keys` first, then of all other keys but `hidden`; None: of no others.
+    """Make a table of `rows`: columns of `keys` first, then of all other keys except `hidden`; None: of no others.
 
-    A long text that all rows have is said below it. Keys that begin with "_" are a page's own.
+    A long text that all rows have is written below it. Keys that begin with "_" are for pages only.
     """
     present = dict.fromkeys(key for row in rows for key in row if key != "file" or varying(rows, ["file"]))
     others = () if hidden is None else present
@@ -76,22 +76,22 @@ def shape_of(row: Row) -> str:
 
 
 def varying(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
-    """Return those of `keys` of which `rows` have more than one value."""
+    """Return those of `keys` for which `rows` have more than one value."""
     return [key for key in keys if len({text(row.get(key)) for row in rows}) > 1]
 
 
 def named(row: Row, keys: Iterable[str]) -> str:
-    """Join the values that `row` has for `keys`; WORDS are put before a value, as in "batch 8"."""
+    """Join the values that `row` has for `keys`; WORDS precede a value, as in "batch 8"."""
     return ", ".join(f"{WORDS.get(key, '')}{text(row[key])}" for key in keys if row.get(key) is not None)
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """Tell equal names apart by a number."""
+    """Number equal names to distinguish them."""
     return [f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
 def shortener(names: Iterable[str]) -> Callable[[str], str]:
-    """Return what cuts the beginning that all of `names` with dashes share, up to a dash."""
+    """Return a function that cuts the prefix that all of `names` with dashes share, up to a dash."""
     own = [name.split("-") for name in dict.fromkeys(names) if "-" in name]
     shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*own, strict=False)) if len(own) > 1 else ()
     prefix = "".join(f"{parts[0]}-" for parts in shared)

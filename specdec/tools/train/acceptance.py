@@ -88,7 +88,7 @@ def play_rounds(batches: Iterable[tuple[Batch, Outcome]]) -> AcceptanceStats:
         lengths = accepted_prefixes(batch, outcome.right).sum(0).tolist()
         owners = (batch.starts // batch.length).tolist()
         for _, sequence in groupby(zip(owners, lengths, strict=True), key=itemgetter(0)):
-            ahead = [length for _, length in sequence]  # drafts that are right if a round starts at that place
+            ahead = [length for _, length in sequence]  # correct drafts if a round starts at that place
             place = 0
             while place < len(ahead):
                 emitted = min(ahead[place] + 1, len(ahead) - place)

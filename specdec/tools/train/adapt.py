@@ -14,8 +14,8 @@ from specdec.tools.train.data import Corpus
 from specdec.tools.train.fit import beside, check_checkpoint, check_out, check_student, checkpoint_of, train
 from specdec.tools.train.generation import Generation, check_corpus, prepare
 
-GENERATING = 0.4  # share of the minutes that goes into text, where there is none yet
-GENTLE = 0.25  # share of the recipe's learning rate: the draft is trained already
+GENERATING = 0.4  # share of the minutes for generating text, if there is none yet
+GENTLE = 0.25  # share of the recipe's learning rate, since the draft is already trained
 LOGGED = ("prompt_token_ids", "token_ids")  # keys of a log's lines
 IDS = list_of(whole(0, 2**31 - 1), "token ids")
 
@@ -46,7 +46,7 @@ def adapt(
     algo = detect_algo(head)
     check_out(out, target, overwrite)
     check_checkpoint(checkpoint_of(out), False, overwrite)
-    is_files = algo == STANDALONE and gguf_of(head) is None  # a model of safetensors stays one
+    is_files = algo == STANDALONE and gguf_of(head) is None  # a safetensors model stays one
     shape = HeadShape(init=head, file_format="safetensors") if is_files else HeadShape(init=head)
     corpus, training = beside(out, ".corpus.safetensors"), minutes
     made: dict[str, Any] = {}
@@ -68,7 +68,7 @@ def adapt(
 
 
 def _begins(path: Path, corpus: Corpus) -> bool:
-    """Return whether `corpus` begins with the file, which a run that failed may have left of a log that grows."""
+    """Return whether `corpus` begins with the file, which a failed run may have left, of a log that grows."""
     try:
         left = Corpus.load(path)
     except ValueError:

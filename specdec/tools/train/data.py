@@ -78,7 +78,7 @@ class Corpus:
 
     @classmethod
     def load(cls, path: str | Path) -> "Corpus":
-        """Read a corpus that `save` wrote; ValueError if the file is none."""
+        """Read a corpus that `save` wrote; ValueError for any other file."""
         try:
             with safe_open(str(path), "pt") as file:
                 raw, noted = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -65,7 +65,7 @@ def train(
     any training; FloatingPointError if the loss diverges.
     """
     held_out = whole(0).check("held_out", held_out)
-    check_out(out, target, overwrite or resume)  # now, not after hours of training
+    check_out(out, target, overwrite or resume)  # now, before hours of training
     checkpoint = checkpoint_of(out)
     check_checkpoint(checkpoint, resume, overwrite)
     corpus = Corpus.merge([Corpus.load(path) for path in corpora])
@@ -95,7 +95,7 @@ def train(
 
 
 def _fit_or_keep(trainer: Trainer) -> dict[str, Any]:
-    """Train; weights of a student that is not better on the held-out text are what they were."""
+    """Train; if the student is not better on the held-out text, restore its initial weights."""
     module, before = trainer.objective.optimizer.module, trainer.evaluate()
     if not before["tau"]:
         raise ValueError(
@@ -186,7 +186,7 @@ def make_student(algo: str, setup: StudentSetup) -> Student:
 def check_student(
     algo: str, config: TrainConfig, shape: HeadShape, target: str, model: PreTrainedModel, tokenizer: Any
 ) -> None:
-    """Raise the error that `train` would end with when it makes the student: before hours of generating its corpus."""
+    """Raise the errors that making the student in `train` would raise, before hours of generating its corpus."""
     make_student(algo, StudentSetup(target, model, tokenizer, Corpus.of([([0], [0])]), config, shape))
 
 
@@ -236,7 +236,7 @@ def _with_vocab(head: DraftHead, model: PreTrainedModel, hot_ids: torch.Tensor) 
 
 
 def _has_rows_of(head: DraftHead, model: PreTrainedModel) -> bool:
-    """Return whether the output head of `head`, if it has one, is rows of that of `model`."""
+    """Return whether the output head of `head`, if it has one, consists of rows of that of `model`."""
     rows = model.get_output_embeddings().weight
     return head.lm_head is None or torch.equal(head.get_parameter("lm_head.weight"), rows[head.hot_ids].float())
 
@@ -283,7 +283,7 @@ def write_card(folder: str | Path, facts: Mapping[str, Any]) -> Path:
     """Write README.md into `folder`: the draft's purpose, its training and its acceptance. facts: what `train` returns,
     by name; "algo" and "target" are required."""
     kind = training_of(facts["algo"])
-    if facts.get("tau") == 0:  # no held-out round was played, so nothing is known
+    if facts.get("tau") == 0:  # no held-out round was simulated, so nothing is known
         facts = {k: v for k, v in facts.items() if k not in ("tau", "tau_of_starts", "acc", "accept_at")}
     named = {k: v for k, v in facts.items() if k not in ("algo", "target", "acc", "accept_at", "loss")}
     if "tau" in named:

@@ -1,4 +1,4 @@
-"""Generates a corpus with an engine on the target: answers to questions, and chats whose user turns it writes too.
+"""Generates a corpus with an engine on the target: answers to questions, and chats including their user turns.
 
 A corpus can be generated in shards, one process per device; merged, they hold every job once.
 """
@@ -27,7 +27,7 @@ from specdec.tools.train.target import load
 
 USER_TURN_SHARE = 0.3  # of the generation budget; answers take the rest
 USER_TURN_TOKENS = 128
-ANSWER_SEEDS = 1 << 20  # added to the user turns' seed for chat answers, so that no two shards draw alike
+ANSWER_SEEDS = 1 << 20  # added to the user turns' seed for chat answers, so that shards draw different samples
 GRAPH_BATCHES = (64, 128, 256, 512)  # few and large: a batch is full until its chunk runs out
 CHUNK_BATCHES = 8  # batches drain at the end of a chunk, so chunks are long; answers are saved after each
 MAX_BATCH = {"cuda": 512, "cpu": 32}
@@ -178,7 +178,7 @@ def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[li
 
 
 def generating_engine(model: PreTrainedModel, g: Generation, max_seq_len: int) -> Engine:
-    """Attach an engine without a draft, set for throughput: large batches, few graphs, of the kind that is needed."""
+    """Attach an engine without a draft, set for throughput: large batches, and few graphs, of the needed kind only."""
     kind = model.device.type
     max_batch = g.max_batch or MAX_BATCH.get(kind, MAX_BATCH["cpu"])
     settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": max_seq_len, "compile": g.compile}

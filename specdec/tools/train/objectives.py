@@ -220,9 +220,9 @@ class HeadObjective(Objective):
 
 
 def survival_weights(right: torch.Tensor) -> torch.Tensor:
-    """Return the weights [S] of draft steps, of mean 1, from right [S, N] bool: step j counts as often as chains get to
-    it, or further: sum over m >= j of the product over i <= m of (1 + a_i) / 2, a_i the share that is right at step i
-    (the batch form of D-PACE, arXiv 2605.18810)."""
+    """Return the weights [S] of draft steps, of mean 1, from right [S, N] bool: step j counts as often as chains reach
+    it or a later step: sum over m >= j of the product over i <= m of (1 + a_i) / 2, a_i the share that is right at step
+    i (the batch form of D-PACE, arXiv 2605.18810)."""
     reached = ((1 + right.float().sum(1) / max(right.shape[1], 1)) / 2).cumprod(0)
     weights = reached.flip(0).cumsum(0).flip(0)
     return weights / weights.mean()
@@ -241,7 +241,7 @@ def draft_states(
 def scored_rows(
     head: DraftHead, states: torch.Tensor, tokens: torch.Tensor, output: OutputHead
 ) -> tuple[torch.Tensor, OutputHead]:
-    """Return what to multiply for logits of normed states [N, h_d], after tokens [N]: a Markov term adds columns."""
+    """Return the two factors of the logits of normed states [N, h_d], after tokens [N]: a Markov term adds columns."""
     if not isinstance(head, BlockDraftHead) or head.markov is None:
         return states, output
     ids = torch.arange(output.weight.shape[0], device=states.device)

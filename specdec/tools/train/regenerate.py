@@ -1,4 +1,4 @@
-"""Fills a corpus with text that the target generates: answers to questions, and chats whose user turns it writes too.
+"""Fills a corpus with text that the target generates: answers to questions, and chats including their user turns.
 
 It keeps the sampled token ids; text is never tokenised again.
 """

@@ -1,8 +1,10 @@
 """Distils a small causal LM with the target's vocabulary, which drafts from tokens alone, and writes it: as a quantised
-GGUF file or as transformers does, with a note on whose vocabulary it uses.
+GGUF file or as transformers does, with a note that names the target's tokenizer.
 
-The tokenizer, megabytes in a GGUF file, is the target's and left out. GGUF's block quantisation is here in torch, too,
-so that a student trains on the weights that will be stored; the gguf package packs them, and tests compare both."""
+The tokenizer, megabytes in a GGUF file, is the target's and left out. GGUF's block quantisation is implemented in
+torch, too, so that a student trains on the weights that will be stored; the gguf package packs them, and tests compare
+both.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -147,7 +149,7 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 0.0, 1 / scale)
 
 
-NUM_LAYERS, MLP_WIDTH = 4, 512  # if none are asked for
+NUM_LAYERS, MLP_WIDTH = 4, 512  # defaults
 SMOOTHING = 1.0  # added to every token's count in the embedding's PCA, so that unseen tokens have some weight
 
 

@@ -83,7 +83,7 @@ class Teacher:
         config, decoder = self.model.config.get_text_config(), decoder_of(self.model)
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.weight.device)
         with found_layers(decoder, config.num_hidden_layers, config.hidden_size) as found:
-            self._output = type(decoder(input_ids=ids, use_cache=False))  # heads read fields of its own
+            self._output = type(decoder(input_ids=ids, use_cache=False))  # heads read its other fields
         if not self.aux_layers:
             return Taps()
         if not found:

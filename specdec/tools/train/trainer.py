@@ -81,7 +81,7 @@ class Trainer:
                         said = f"interrupted after step {self.step}; {str(self.checkpoint)!r} keeps it: go on with "
                         said += "`specdec train fit --resume` and the same settings"
                         print(said, file=sys.stderr)
-                    break  # KeyboardInterrupt comes at the end of `deferred`
+                    break  # KeyboardInterrupt is raised at the end of `deferred`
         seconds = self.seconds
         self._check_finite()
         result = self.evaluate()
@@ -129,7 +129,7 @@ class Trainer:
         return min(max(count / limit for count, limit in done if limit), 1.0)
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint from which `resume` continues as if nothing had happened; none of a run that diverged."""
+        """Write a checkpoint from which `resume` continues exactly; a diverged run writes none."""
         self._check_finite()
         state = {
             "identity": self._identity(),
@@ -138,7 +138,7 @@ class Trainer:
             "seconds": self.seconds,
         }
         path = Path(path)
-        with replacing(path.parent) as partial:  # an error, such as a full disk, leaves the older file and no other
+        with replacing(path.parent) as partial:  # an error, such as a full disk, leaves only the older file
             torch.save(state, partial / path.name)
 
     def resume(self, path: str | Path) -> None:
@@ -174,13 +174,14 @@ class Trainer:
         return int(np.random.SeedSequence([self.config.seed, count]).generate_state(1)[0])
 
     def _identity(self) -> dict[str, Any]:
-        """Return the facts that a checkpoint must share to be this run's."""
+        """Return the facts that a checkpoint and this run must share."""
         recipe = {k: v for k, v in asdict(self.config).items() if k not in FREE}
         return {**recipe, "student": self.objective.shape, "corpus": self._digest}
 
 
 def _flat(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of `Trainer._identity`, each of the draft among them, so that only differing ones are named."""
+    """Return the facts of `Trainer._identity` with each fact of the draft at top level, so that only differing ones are
+    named."""
     draft = {f"draft's {name}": value for name, value in identity["student"].items()}
     return {**{name: value for name, value in identity.items() if name != "student"}, **draft}
 
@@ -199,8 +200,8 @@ def learning_rate(peak: float, share: float, warmup: float) -> float:
 
 
 class LossWatch:
-    """Ends a run that diverged with a reason, without a sync a step: the first step whose loss was not finite, counted
-    from 1, stays on the device until `check`."""
+    """Ends a diverged run with a reason, without a sync per step: the number, from 1, of the first step whose loss was
+    not finite stays on the device until `check`."""
 
     def __init__(self, lr: float, device: torch.device):
         self.lr = lr

@@ -1,1 +1,1 @@
-"""Latency that users see through `engine.generate`: to the first token, of a token, of a round, and of attaching."""
+"""Latency that users see through `engine.generate`: to the first token, per token, per round, and of attaching."""

@@ -1,6 +1,6 @@
-"""Cases of a run of `specdec bench latency`: a target and its draft, cells of batch and context, how rounds draft.
+"""Cases of a run of `specdec bench latency`: a target and its draft, cells of batch and context, shapes of rounds.
 
-Named shapes have random weights; their prompts are random ids, which decode to text where there is a tokenizer.
+Named shapes have random weights; their prompts are random ids, which decode to text if there is a tokenizer.
 """
 
 import gc
@@ -48,12 +48,12 @@ GRIDS: dict[str, dict[str, Any]] = {
     "tiny": {**FULL, "batches": (1, 2), "tokens": (8,), "ttft_tokens": (), "modes": ("graph",)},
 }
 SHORT = EngineConfig.max_seq_len  # contexts up to here share an engine; each longer one has its own
-SPARE = 256  # KV slots a request beside its tokens: more than two rounds of any draft write ahead
+SPARE = 256  # extra KV slots per request: more than two rounds of any draft write ahead
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`batch` prompts of `tokens` tokens. has_tpot: the time a token is measured, too, beside that of the first."""
+    """`batch` prompts of `tokens` tokens. has_tpot: also measure the time per token, not only to the first."""
 
     batch: int
     tokens: int
@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def reach(self) -> int:
-        """Context that its engine must hold."""
+        """The context length that its engine must hold."""
         return max(SHORT, self.tokens)
 
     def __str__(self) -> str:
@@ -70,11 +70,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a run measures: every mode and draft at every batch and context.
+    """The plan of a run: every mode and draft at every batch and context.
 
-    label: of the rows, such as before or after. tokens, ttft_tokens: prompt lengths; of the latter only the time to
-    the first token is measured, at batch 1. new_tokens: emitted by the calls that give the time of a token. repeats:
-    of the first token. budget: seconds after which nothing new begins. samplings: how tokens are drawn, of SAMPLINGS.
+    label: of the rows, such as before or after. tokens, ttft_tokens: prompt lengths; for the latter only the time to
+    the first token is measured, at batch 1. new_tokens: emitted by calls that measure the time per token. repeats: of
+    the first token. budget: seconds after which nothing new begins. samplings: kinds of sampling, of SAMPLINGS.
     """
 
     batches: tuple[int, ...]
@@ -102,7 +102,7 @@ class Plan:
 
     @classmethod
     def of(cls, grid: str, **given: Any) -> "Plan":
-        """Return the plan of a grid, where nothing else is `given` (not None); ValueError for a wrong value."""
+        """Return the plan of a grid, changed by the `given` values that are not None; ValueError for a wrong value."""
         return cls(**{**GRIDS[grid], **{name: value for name, value in given.items() if value is not None}})
 
     @property
@@ -112,36 +112,37 @@ class Plan:
 
 
 def cells_of(batches: Sequence[int], tokens: Sequence[int], ttft_tokens: Sequence[int]) -> list[Cell]:
-    """Every batch at every context, and the contexts of which only the time to the first token is asked, at batch 1."""
+    """Every batch at every context, and at batch 1 the contexts for which only the time to the first token is
+    measured."""
     grid = [Cell(batch, context) for context in tokens for batch in batches]
     return grid + [Cell(1, n, has_tpot=False) for n in ttft_tokens if Cell(1, n) not in grid]
 
 
 def groups_of(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells that one engine serves, shortest contexts first. Capacity costs time: long and short do not share."""
+    """Group cells by engine, shortest contexts first. Capacity costs time, so long contexts get their own engines."""
     ordered = sorted(cells, key=lambda c: (c.reach, c.tokens, c.batch))
     return [list(group) for _, group in groupby(ordered, key=lambda c: c.reach)]
 
 
 def capacity(cells: Sequence[Cell], new_tokens: int) -> dict[str, int]:
-    """For `attach`: an engine that holds every one of `cells`."""
+    """Return settings of `attach` for an engine that holds every one of `cells`."""
     longest = max(c.tokens for c in cells) + new_tokens
     slots = max(c.batch * (c.tokens + new_tokens + SPARE) for c in cells)
     most = {"max_batch": max(c.batch for c in cells), "num_slots": slots}
-    return {**most, "max_seq_len": longest} if longest > SHORT else most  # left open, it fits models of few positions
+    return {**most, "max_seq_len": longest} if longest > SHORT else most  # left open, it suits models of few positions
 
 
-Prompts = Callable[[Cell], list[list[int]]]  # token ids for a call that measures a cell
+Prompts = Callable[[Cell], list[list[int]]]  # returns token ids for a call that measures a cell
 
 
 def random_prompts(ids: torch.Tensor) -> Prompts:
-    """Return random prompts of the ids that may be used, never the same twice."""
+    """Return random prompts of the given ids, never the same twice."""
     generator = torch.Generator().manual_seed(1)
     return lambda cell: ids[torch.randint(0, len(ids), (cell.batch, cell.tokens), generator=generator)].tolist()
 
 
 def given_prompts(prompts: Sequence[list[int]]) -> Prompts:
-    """Return the next ones of a list, from its start again at its end; their lengths are their own."""
+    """Return the next prompts of a list, cyclically, with their own lengths."""
     following = cycle(prompts)
     return lambda cell: list(islice(following, cell.batch))
 
@@ -151,7 +152,7 @@ class Timed:
     """A target and its draft. shape: its name in rows; draft, algo: as `attach` takes them.
 
     is_random: weights are random, so acceptance is imposed and floors are known. tokenizer: for rows with text. ranks:
-    that share the target.
+    the number that share the target.
     """
 
     shape: str
@@ -172,8 +173,9 @@ class Timed:
 def random_subject(
     shape: str, device: str, dtype: torch.dtype | None, tokenizer: Any, num_ranks: int = 1, algo: str = "eagle3"
 ) -> Timed:
-    """Return a target, shared by so many ranks, and a head of `shape`; with a tokenizer, they say only what decodes to
-    text. algo: eagle3, nextn for a layer of the target's own kind, or block:N for a block head of N layers."""
+    """Return a target, shared by `num_ranks` ranks, and a head of `shape`; with a tokenizer, they emit only ids that
+    decode to text. algo: eagle3, nextn for a layer of the target's own kind, or block:N for a block head of N
+    layers."""
     model = make_target(shape, device, dtype, **fewer_layers(shape, num_ranks))
     vocab_size = model.config.vocab_size
     ids = torch.arange(vocab_size) if tokenizer is None else text_ids(tokenizer, vocab_size)
@@ -190,7 +192,7 @@ def random_subject(
 
 
 def free(device: str) -> None:
-    """Give the memory of a device of that kind back that nothing refers to any more."""
+    """Free unreferenced memory of a device of that kind."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -201,7 +203,7 @@ def read_tokenizer(source: str | None) -> Any:
     if source is None:
         return None
     if source == "bundled":
-        from specdec.reach.targets.pretrained import load_pretrained  # reads the model too: it takes seconds
+        from specdec.reach.targets.pretrained import load_pretrained  # also reads the model, which takes seconds
 
         return load_pretrained()[1]
     if not Path(source).is_dir():
@@ -210,7 +212,7 @@ def read_tokenizer(source: str | None) -> Any:
 
 
 def text_ids(tokenizer: Any, vocab_size: int) -> torch.Tensor:
-    """Ids that each decode to text by themselves. A random model says the others as often as any; no real one does."""
+    """Return the ids that decode to text alone. A random model emits the others as often; no real one does."""
     special = set(tokenizer.all_special_ids)
     texts = ((i, tokenizer.decode([i])) for i in range(min(vocab_size, len(tokenizer))) if i not in special)
     return torch.tensor([i for i, text in texts if text.strip() and REPLACEMENT not in text])
@@ -218,7 +220,7 @@ def text_ids(tokenizer: Any, vocab_size: int) -> torch.Tensor:
 
 @torch.no_grad()
 def silence_others(model: Any, ids: torch.Tensor) -> None:
-    """Make a random target say nothing but `ids`: the others' logits become 0, and some of `ids` lie above."""
+    """Make a random target emit only `ids`: the others' logits become 0, and some of `ids` are above."""
     weight = model.get_output_embeddings().weight
     others = torch.ones(weight.shape[0], dtype=torch.bool, device=weight.device)
     others[ids.to(weight.device)] = False

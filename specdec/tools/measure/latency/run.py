@@ -2,14 +2,14 @@
 
 ttft: wall clock of a call with one new token; ttft_hit: of prompts whose K/V the prefix cache has. tpot: (time of N new
 tokens - time of one) / (N - 1), ms per token of each request; a call's tpot times its tau is `round_ms`, which at batch
-sizes above one includes the wait for the request that takes the most rounds; `launch_ms` is the same time by the rounds
-of that request. Every call has new prompts; EOS is ignored. Medians of three, of `repeats` where the first token comes
-soon; single calls where it takes seconds. With random weights (speed does not depend on them) acceptance is imposed:
-position j is accepted with chance 0.8 * 0.75**(j-1), drawn anew in every call, which comes to `expected_tau` over many
-rounds. With a tokenizer prompts are still token ids, but text is decoded. `host_ms`: the host's own work per call or
-per token, without waiting for the device or replaying graphs. `idle_percent`: idle share of the GPU between rounds at
-batch 1. `eager`, `why_eager`: how often a path ran without a graph, and why. `skipped` lists what does not fit the
-device or the budget. `hf_ttft`, `hf_token`: transformers' own `generate`, which is measured first, before the model is
+sizes above one includes the wait for the request that takes the most rounds; `launch_ms` is the same time divided by
+the rounds of that request. Every call has new prompts; EOS is ignored. Medians of three, of `repeats` if the first
+token is fast; single calls if it takes seconds. With random weights (speed does not depend on them) acceptance is
+imposed: position j is accepted with chance 0.8 * 0.75**(j-1), drawn anew in every call; `expected_tau` is the mean over
+many rounds. With a tokenizer prompts are still token ids, but text is decoded. `host_ms`: the host's own work per call
+or per token, without waiting for the device or replaying graphs. `idle_percent`: idle share of the GPU between rounds
+at batch 1. `eager`, `why_eager`: how often a path ran without a graph, and why. `skipped` lists cells that do not fit
+the device or the budget. `hf_ttft`, `hf_token`: transformers' own `generate`, measured first, before the model is
 attached.
 """
 
@@ -29,17 +29,17 @@ from specdec.tools.measure.latency.cases import MODES, Cell, Plan, Timed, capaci
 from specdec.tools.measure.latency.timing import TimedCall, generate, hf_rows, idle_share, of_first
 from specdec.tools.measure.roofline import ShapeFloors
 
-QUICK_S = 0.5  # first tokens that come sooner are timed `repeats` times, slower ones three times
-SLOW_S = 3.0  # prompts that take longer are timed once
-HF_S = 5.0  # of transformers' own generate, a prompt length: its scans in torch are slow
-ALLOWANCE_S = 15.0  # what must be left of the budget beside what is known before something begins
+QUICK_S = 0.5  # faster first tokens are timed `repeats` times, slower ones three times
+SLOW_S = 3.0  # slower prompts are timed once
+HF_S = 5.0  # of transformers' own generate, per prompt length: its scans in torch are slow
+ALLOWANCE_S = 15.0  # spare time of the budget, besides the known part, for starting something
 
 Row = dict[str, Any]
 
 
 @dataclass
 class Run:
-    """A run: its cases, what it left out and what failed, so far."""
+    """A run so far: its cases, and what was skipped or failed."""
 
     subject: Timed
     plan: Plan
@@ -51,8 +51,8 @@ class Run:
         self.deadline = time.monotonic() + self.plan.budget
 
     def rows(self, has_hf: bool = False) -> Iterator[Row]:
-        """Yield rows as they are measured, engine by engine, those of short contexts first. has_hf: before an engine
-        attaches, those of transformers' own `generate` at batch 1, too."""
+        """Yield rows as they are measured, engine by engine, short contexts first. has_hf: before an engine attaches,
+        also those of transformers' own `generate` at batch 1."""
         drafts = [DraftShape.parse(text) for text in self.plan.drafts]
         for tokens in sorted({cell.tokens for group in self.plan.groups for cell in group}) if has_hf else ():
             prompt, seconds = self.subject.prompts(Cell(1, tokens))[0], min(HF_S, self._left)
@@ -66,17 +66,17 @@ class Run:
 
     @property
     def _left(self) -> float:
-        """Seconds of the budget."""
+        """The seconds left of the budget."""
         return of_first(self.deadline - time.monotonic())
 
     def _has_time(self, seconds: float, *names: str) -> bool:
-        """Return whether the budget has so many seconds left; else what is called `names` is skipped."""
+        """Return whether the budget has `seconds` left; else record `names` as skipped."""
         has_time = self._left >= seconds + ALLOWANCE_S
         self.skipped += [] if has_time else [f"{name}: budget" for name in names]
         return has_time
 
     def _serve(self, mode: str, draft: DraftShape, cells: list[Cell]) -> Iterator[Row]:
-        """Yield the rows of cells that one engine serves. If it fails, that is noted, and the next ones still run."""
+        """Yield the rows of cells that one engine serves. A failure is recorded, and the next engines still run."""
         name, engine = f"{mode} {draft}", None
         if not self._has_time(self.longest_attach, *(f"{name}, {cell}" for cell in cells)):
             return
@@ -86,7 +86,7 @@ class Run:
                 yield self._attach_row(engine, mode, draft, seconds)
                 for cell in cells:
                     yield from self._measure(engine, mode, draft, cell)
-        except Exception as error:  # whatever it is, it must not cost the rows of the engines that follow
+        except Exception as error:  # no error may cost the rows of the engines that follow
             traceback.print_exc()
             self.failed.append(f"{name}: {type(error).__name__}: {error}")
         finally:
@@ -96,8 +96,8 @@ class Run:
             free(self.subject.device)
 
     def _attach(self, mode: str, draft: DraftShape, cells: list[Cell]) -> tuple[Engine | None, float]:
-        """Return an engine for `cells`, the largest of which are dropped until it fits, and the seconds that attaching
-        took; None where none fits."""
+        """Return an engine for `cells`, the largest of which are dropped until it fits, and the seconds of attaching;
+        None if none fits."""
         subject, plan = self.subject, self.plan
         source, algo = (subject.draft, subject.algo and subject.algo.partition(":")[0]) if draft.steps else (None, None)
         settings: Row = {**draft.settings(subject.is_random), **MODES[mode], "graph_sampling": plan.samplings}
@@ -140,7 +140,7 @@ class Run:
         return {**shared, **draft.row, "batch": cell.batch, "tokens": cell.tokens}
 
     def _measure(self, engine: Engine, mode: str, draft: DraftShape, cell: Cell) -> Iterator[Row]:
-        """Yield the rows of one cell, by how tokens are drawn, with and without the tokenizer."""
+        """Yield the rows of one cell, by kind of sampling, with and without the tokenizer."""
         own = self.subject.tokenizer
         for sampling, tokenizer in product(self.plan.samplings, (None,) if own is None else (own, None)):
             engine.tokenizer = tokenizer
@@ -152,7 +152,7 @@ class Run:
                 yield {**key, **row, "eager": sum(why.values()), "why_eager": why}
 
     def _times(self, engine: Engine, draft: DraftShape, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
-        """Yield the ttft row and the tpot row, as far as the budget lets them."""
+        """Yield the ttft row and the tpot row, as far as the budget allows."""
 
         runs = count()
 
@@ -198,17 +198,18 @@ class Run:
         yield row | (self._idle(engine, cell) if sampling == "greedy" else {})
 
     def _idle(self, engine: Engine, cell: Cell) -> Row:
-        """Return the GPU's idle share for the shortest context at batch 1, where the host can be the slower one."""
+        """Return the GPU's idle share for the shortest context at batch 1, where the host is most likely the slower
+        one."""
         is_short = cell.batch == 1 and cell.tokens == min(self.plan.tokens)
         if self.subject.device != "cuda" or not is_short or not self._has_time(0.0):
             return {}
         try:
             return idle_share(engine, self.subject.prompts(cell)[0])
-        except (RuntimeError, OSError, KeyError, ValueError) as error:  # a profiler that fails costs one column
+        except (RuntimeError, OSError, KeyError, ValueError) as error:  # a failing profiler costs one column
             return {"idle_error": f"{type(error).__name__}: {error}"}
 
     def _floors(self, engine: Engine, draft: DraftShape) -> ShapeFloors | None:
-        """Bounds on times where they mean something: those of a GPU and of named shapes."""
+        """Return lower bounds on times, for GPUs and named shapes."""
         subject = self.subject
         if subject.device != "cuda" or not subject.is_random:
             return None

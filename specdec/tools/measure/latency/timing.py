@@ -1,5 +1,5 @@
 """Timing of `specdec bench latency`: calls of `generate`, the host's part of them, the GPU's idle share, and
-transformers' own `generate`. Ranks that torchrun starts run the same, and decide by the first one's clock."""
+transformers' own `generate`. Ranks started by torchrun run the same, and decide by the first one's clock."""
 
 import json
 import os
@@ -28,11 +28,11 @@ from specdec.tools.measure.roofline import wait
 
 PROFILED_TOKENS = 64
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # of a profiler's events
-HF_TOKENS, HF_REPEATS = 4, 3  # of the calls of transformers' `generate`: least tokens, and times of the first one
+HF_TOKENS, HF_REPEATS = 4, 3  # of calls of transformers' `generate`: least tokens, and repeats of the first token
 
 
 class TimedCall(NamedTuple):
-    """One call of `generate`: all of it, what the host did of that, neither waiting nor launching rounds, tau, and the
+    """One call of `generate`: seconds in all, seconds of the host without waiting or launching rounds, tau, and the
     rounds of the request that took the most."""
 
     seconds: float
@@ -44,8 +44,8 @@ class TimedCall(NamedTuple):
 def generate(
     engine: Engine, prompts: list[list[int]], new_tokens: int, sampling: str = "greedy", run: int = 0
 ) -> TimedCall:
-    """Time one call, by a law of SAMPLINGS; what it returns is checked after the clock has stopped. run: calls of
-    different numbers draw different samples, and acceptance where it is imposed."""
+    """Time one call, sampled by one of SAMPLINGS; its results are checked after the clock has stopped. run: calls with
+    different numbers draw different samples, and different imposed acceptance."""
     law, num = SAMPLINGS[sampling], len(prompts)
     laws = [replace(law, seed=run * num + i) for i in range(num)]
     device = engine.target_module.device.type
@@ -65,12 +65,12 @@ def generate(
 
 @contextmanager
 def _waits(device: str) -> Iterator[list[float]]:
-    """Seconds of every wait for the device and of every graph launch while open; nothing is known of them on a CPU."""
+    """Record the seconds of every wait for the device and of every graph launch within the context; empty on a CPU."""
     seconds: list[float] = []
     if device != "cuda":
         yield seconds
         return
-    # A prefill's segments are replayed as one, the attention between them included.
+    # A prefill's segments are replayed together, including the attention between them.
     places: list[tuple[Any, str]] = [(torch.cuda.Event, "synchronize"), (torch.cuda, "synchronize"), (Ranks, "wait")]
     places += [(torch.cuda.CUDAGraph, "replay"), (breakable._Segmented, "replay")]
     before = [(owner, name, getattr(owner, name)) for owner, name in places]
@@ -111,7 +111,7 @@ def idle_between(events: list[dict[str, Any]], num_rounds: int) -> dict[str, Any
     calls = (e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver"))
     launches = sorted((e["ts"], e["args"]["correlation"]) for e in calls if "GraphLaunch" in e["name"])
     rounds = {correlation for _, correlation in launches[-num_rounds:]}
-    work: dict[int, list[tuple[float, float]]] = defaultdict(list)  # begin and end of what a round's graph did
+    work: dict[int, list[tuple[float, float]]] = defaultdict(list)  # begin and end of the work of a round's graph
     others: list[tuple[float, float]] = []
     for e in (e for e in events if e.get("cat") in WORK):
         by = e["args"].get("correlation")
@@ -129,7 +129,7 @@ def idle_between(events: list[dict[str, Any]], num_rounds: int) -> dict[str, Any
 
 
 def host_probe_ms() -> float:
-    """Median ms of a fixed piece of work of the kind a host does in a round: tells machines apart."""
+    """Median ms of a fixed piece of host work like that of a round: distinguishes machines."""
     times = []
     for _ in range(7):
         start = time.perf_counter()
@@ -147,14 +147,14 @@ def hf_rows(
     model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, seconds: float, widths: Collection[int] = ()
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of the time to the first token of `prompt` by transformers' own `generate`, greedy and with its
-    cache, and one of the time a token; ms.
+    cache, and one of the time per token; ms.
 
-    widths: of a model with experts, the second row has the distinct experts of a layer that so many neighbouring tokens
+    widths: of a model with experts, the second row has the distinct experts of a layer that so many consecutive tokens
     use (`experts_in_use`).
 
-    seconds: what calls may take, as far as it is known before them; so fewer tokens than new_tokens may be timed
-    (`hf_new_tokens`), and after a first token that takes too long none. A call that warms up is not timed, unless it
-    took too long itself: then it is the only one.
+    seconds: limit for calls, as far as their time can be predicted; so fewer tokens than new_tokens may be timed
+    (`hf_new_tokens`), and after a slow first token none. A warm-up call is not timed, unless it took too long itself:
+    then it is the only one.
     """
     first, _ = _hf_call(model, prompt, 1)
     if first * (HF_REPEATS + 1) < seconds:
@@ -197,7 +197,7 @@ def is_first() -> bool:
 
 
 def device_of_rank(kind: str) -> str:
-    """Return this rank's device of `kind`, which becomes the current one: of CUDA the one that torchrun counts."""
+    """Return this rank's device of `kind` and make it current: on CUDA the one with torchrun's number."""
     if num_ranks() == 1 or not kind.startswith("cuda"):
         return kind
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -205,7 +205,7 @@ def device_of_rank(kind: str) -> str:
 
 
 def of_first(value: Any) -> Any:
-    """Return what the first rank gave; plain values. All ranks ask at the same points."""
+    """Return the first rank's value, of plain types. All ranks call this at the same points."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     shared = [value]

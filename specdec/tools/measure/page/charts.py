@@ -1,4 +1,5 @@
-"""Charts as inline SVG: lines over numbers, dots and stacked bars in categories. matplotlib is imported when drawn."""
+"""Charts as inline SVG: lines over numbers, dots and stacked bars over categories. matplotlib is imported when
+drawing."""
 
 import io
 import math
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
 
 WIDTH = 10.0  # inches; 960 pixels on the page
 MOST_PANELS = 3  # side by side
-LETTERS = 48  # of a line of a category's name
-# Okabe and Ito's colours without yellow, which is too light on white, and two more: for colour-blind readers too
+LETTERS = 48  # per line of a category's name
+# Okabe and Ito's colours without yellow, which is too light on white, and two more: safe for colour-blind readers
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
 MARKERS = "os^DvPXp"
-PLAIN = frozenset({"plain", "plain decoding", "none"})  # grey, and dashed where a name has one of them
+PLAIN = frozenset({"plain", "plain decoding", "none"})  # grey, and dashed if a name contains one of them
 FLOOR = "floor"
 STYLE: Any = {
     **{"font.family": "DejaVu Sans", "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "specdec"},
@@ -43,7 +44,7 @@ class Point(NamedTuple):
 
 
 class Charts:
-    """Draws the charts of one page: a name has one colour and one marker in all of them."""
+    """Draws the charts of one page: a name has the same colour and marker in all of them."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -56,7 +57,7 @@ class Charts:
         return {"color": COLOURS[number % 8], "marker": MARKERS[(number + number // 8) % 8]}
 
     def lines(self, points: Sequence[Point], x: str, y: str, log: str = "") -> str:
-        """Draw a line a series. log: axes with logarithmic scales, "x", "y" or "xy"; others begin at zero."""
+        """Draw a line per series. log: axes with logarithmic scales, "x", "y" or "xy"; others begin at zero."""
 
         def draw(axes: "Axes", own: Sequence[Point]) -> None:
             for name, line in grouped(own, lambda point: point.series).items():
@@ -78,7 +79,7 @@ class Charts:
         return _figure(points, draw, x, y, 2.6)
 
     def dots(self, points: Sequence[Point], x: str, y: str, log: str = "") -> str:
-        """Draw a dot a point with its interval and floor, a row a category. log: "x" where values may lie far apart."""
+        """Draw a dot per point with its interval and floor, a row per category. log: "x" if values may be far apart."""
         cases = list(dict.fromkeys(point.x for point in points))
         names = list(dict.fromkeys(point.series for point in points))
         is_shared = len({(point.x, point.series) for point in points}) > len(cases)
@@ -99,7 +100,7 @@ class Charts:
         return _figure(points, draw, x, y, _height(cases, 1 + 0.55 * (len(names) - 1) * is_shared))
 
     def bars(self, points: Sequence[Point], x: str, y: str, log: str = "") -> str:
-        """Draw a bar a category, the series as its parts end to end."""
+        """Draw a bar per category, the series as its parts end to end."""
         cases = list(dict.fromkeys(point.x for point in points))
 
         def draw(axes: "Axes", own: Sequence[Point]) -> None:
@@ -142,7 +143,7 @@ def _figure(
 
 
 def _svg(figure: Any) -> str:
-    """Return the SVG element alone, without XML header and metadata."""
+    """Return only the SVG element, without XML header and metadata."""
     out = io.StringIO()
     figure.savefig(out, format="svg")
     svg = out.getvalue()

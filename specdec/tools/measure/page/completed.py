@@ -1,7 +1,7 @@
 """Values computed from rows for charts and tables, kind by kind.
 
-Keys that begin with "_" are not shown in tables. Of the key that a chart draws, "_KEY_ends" has the 95% interval where
-rows have no half width, and "_KEY_floor" the least that it could be.
+Keys that begin with "_" are not shown in tables. For the key that a chart draws, "_KEY_ends" has the 95% interval if
+rows have no half width, and "_KEY_floor" its lower bound.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +15,12 @@ from specdec.tools.measure.tables import Table, numbered, shape_of, shortener, t
 
 GREEDY, LOOKUP = ", greedy drafts", ", lookup"
 BUCKETS = {"tau_by_position": "position in the answer (tokens)", "tau_by_context": "context length (tokens)"}
-SHAPE = "steps topk draft_tokens"  # of which "rounds_of" is made
+SHAPE = "steps topk draft_tokens"  # the keys from which "rounds_of" is made
 SIZE = "_batch × tokens"
 
 
 def acceptance(rows: Sequence[Row]) -> Rows:
-    """Add the shape's name, which says how sampled requests are drafted for, and conditional rates."""
+    """Add the shape's name, with the kind of drafting for sampled requests, and conditional rates."""
     short, found = shortener(str(row.get("draft", "")) for row in rows), []
     for row in rows:
         is_greedy = row.get("sample_drafts") is False and bool(row.get("temperature"))
@@ -47,7 +47,7 @@ def _deepest(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def positions(rows: Rows) -> Rows:
-    """Return a row for each draft position, with its rate a_j and interval: over rounds where there is none."""
+    """Return a row for each draft position, with its rate a_j and interval; over rounds if there is no interval."""
     found = []
     for row in _deepest(rows):
         ends: list[Any] = row.get("accept_ci95") or [wilson(a, row["rounds"]) for a in row["accept_at"]]
@@ -57,7 +57,7 @@ def positions(rows: Rows) -> Rows:
 
 
 def buckets(key: str) -> Callable[[Rows], Rows]:
-    """Return what makes a row for each bucket of tokens, drawn at its middle, of the lowest temperature."""
+    """Return a function that makes a row for each bucket of tokens, drawn at its middle, of the lowest temperature."""
 
     def expanded(rows: Rows) -> Rows:
         own = [row for row in rows if row.get(key)]
@@ -72,7 +72,7 @@ def buckets(key: str) -> Callable[[Rows], Rows]:
 
 
 def bucket_tables(rows: Rows) -> list[Table]:
-    """Make a table of all buckets of tokens, a line each."""
+    """Make a table of all buckets of tokens, one line each."""
     hidden = {key for row in rows for key in row} - {"file", "draft", "prompts", "shape", "temperature"}
     return [
         table(label_of(key), [{**row, **part} for row in own for part in row[key]], (), hidden - {*own[0][key][0]})
@@ -87,7 +87,7 @@ def with_rounds(rows: Sequence[Row]) -> Rows:
 
 
 def latency(rows: Sequence[Row]) -> Rows:
-    """Add tokens/s of all requests, the floor of a round, the tau from which it pays, and its speed-up of plain."""
+    """Add tokens/s of all requests, the floor of a round, its break-even tau, and its speed-up over plain decoding."""
     found = [{"batch": 1, **row} for row in with_rounds(rows)]
     alike = ("file", "label", "shape", "mode", "batch", "tokens", "tokenizer", "what")
     plain = {tuple(row.get(key) for key in alike): row for row in reversed(found) if row.get("steps") == 0}
@@ -107,7 +107,7 @@ def latency(rows: Sequence[Row]) -> Rows:
 
 
 def start(rows: Sequence[Row]) -> Rows:
-    """Add the seconds of attaching, of files without them the milliseconds, and what is left beside its parts."""
+    """Add the seconds of attaching, from milliseconds in files without them, and the rest besides its parts."""
     found = [
         {"attach_s": row["ms"] / 1000 if "ms" in row else None, "compile_s": 0.0, **row} for row in with_rounds(rows)
     ]
@@ -123,7 +123,7 @@ def engines(rows: Rows) -> Rows:
 
 
 def by_what(rows: Iterable[Row]) -> list[Table]:
-    """Make a table for each `what`, or for each set of keys; what identifies a row comes first."""
+    """Make a table for each `what`, or for each set of keys; the identifying keys come first."""
     kinds = grouped(rows, lambda row: str(row.get("what") or ", ".join(list(row)[:3])))
     return [
         table(kind, own, sorted(own[0], key=lambda key: measure_of(key, own[0][key]) is not None))
@@ -132,7 +132,7 @@ def by_what(rows: Iterable[Row]) -> list[Table]:
 
 
 def gsm8k(rows: Sequence[Row]) -> Rows:
-    """Write likelihoods with all their digits, as modes differ in the fourth or later; add the share of answers, and
+    """Write likelihoods with all their digits, since modes differ in the fourth or later; add the share of answers, and
     how often prefills were replayed."""
     found = [dict(row) for row in rows]
     for row in found:
@@ -147,7 +147,7 @@ def gsm8k(rows: Sequence[Row]) -> Rows:
 
 
 def in_words(rows: Rows) -> list[Table]:
-    """Make a table of what rows say in words."""
+    """Make a table of the sentences in rows."""
     words = [{"file": row.get("file"), "against the first mode": row["says"]} for row in rows if "says" in row]
     return [table("In words", words)] if words else []
 

@@ -14,12 +14,12 @@ MODES = ("file", "dtype", "mode", "speculation", "draft", "compile")
 
 
 def kind_of(row: Row) -> RowKind:
-    """Return the kind of `row`: the first that takes it."""
+    """Return the kind of `row`: the first that accepts it."""
     return next(kind for kind in KINDS if kind.takes(row))
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print a table of each kind of rows, and what ran eagerly."""
+    """Print a table for each kind of rows, and one of eager runs."""
     for kind, own in grouped(rows, kind_of).items():
         keys = (kind.brief or kind.columns).split()
         for each in [table("", kind.complete(own), keys, None)] if keys else kind.tables(own):
@@ -30,7 +30,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def eager_section(rows: Sequence[Row]) -> Section | None:
-    """Make the section of what ran eagerly and why; None where no row counts that."""
+    """Make the section of eager runs and their reasons; None if no row counts them."""
     counted = [row for row in rows if "eager" in row or "runners" in row]
     if not counted:
         return None
@@ -60,7 +60,7 @@ def _counted(reasons: Mapping[str, int]) -> str | None:
     return ", ".join(f"{reason}: {n}" for reason, n in reasons.items()) or None
 
 
-KINDS = (  # a row belongs to the first that takes it
+KINDS = (  # a row belongs to the first kind that accepts it
     RowKind(
         "acceptance",
         "Acceptance",

@@ -1,4 +1,4 @@
-"""Renders result records as one HTML page that needs nothing else: sections where there are rows, then definitions."""
+"""Renders result records as one self-contained HTML page: sections for the rows that exist, then definitions."""
 
 from collections.abc import Sequence
 from importlib.resources import files
@@ -24,7 +24,7 @@ KIND_NAMES = {
 
 
 def render(records: Sequence[Record]) -> str:
-    """Return the HTML of `records`. ValueError where there are none, or where a library is missing."""
+    """Return the HTML of `records`. ValueError if there are none, or a library is missing."""
     if not records:
         raise ValueError("a page needs at least one result file")
     if absent := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]:
@@ -47,13 +47,13 @@ def render(records: Sequence[Record]) -> str:
 
 
 def definitions() -> list[list[str]]:
-    """Return term, meaning, and what other benches call it, of every line of definitions.md."""
+    """Return term, meaning, and the name in other benches, of every line of definitions.md."""
     lines = files("specdec.tools.measure.page").joinpath("definitions.md").read_text("utf-8").splitlines()
     return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Return the sections of `rows`, those that there are rows for."""
+    """Return the non-empty sections for `rows`."""
     charts, found = Charts(), grouped(rows, kind_of)
     own = [kind.section(found[kind], charts) for kind in KINDS if kind in found]
     eager = eager_section(rows)
@@ -68,7 +68,8 @@ def _cards(found: Sequence[Section]) -> list[Card]:
 
 
 def _rows(records: Sequence[Record]) -> list[Row]:
-    """Return the rows of all records; those of several say their file, by the parts of its name that differ."""
+    """Return the rows of all records; those of several records name their file, by the parts of its name that
+    differ."""
     if len(records) == 1:
         return list(records[0].rows)
     short = differing([record.name for record in records])
@@ -77,7 +78,7 @@ def _rows(records: Sequence[Record]) -> list[Row]:
 
 
 def differing(names: Sequence[str]) -> list[str]:
-    """Return of each name the parts between underscores that the others do not all have; whole names if those clash."""
+    """Return of each name the parts between underscores that not all names have; whole names if those clash."""
     parts = list(zip(*zip_longest(*(name.split("_") for name in names), fillvalue=""), strict=True))
     kept = [i for i, column in enumerate(zip(*parts, strict=True)) if len(set(column)) > 1]
     short = ["_".join(filter(None, (own[i] for i in kept))) for own in parts]
@@ -85,7 +86,7 @@ def differing(names: Sequence[str]) -> list[str]:
 
 
 def _title(records: Sequence[Record]) -> str:
-    """Name what was measured, and of what, by the files' names: "Latency (after moves), Acceptance of 8b and 135m"."""
+    """Name the measurements and their subjects, from file names: "Latency (after moves), Acceptance of 8b and 135m"."""
     parts = [record.name.split("_") for record in records]
     measured, targets = (list(dict.fromkeys(p[i] for p in parts if len(p) > i)) for i in range(2))
     named = [_measurement(name) for name in measured]
@@ -123,7 +124,7 @@ def _config(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(record: Record, is_folded: bool) -> Table:
-    """Make a table of all that a record says about itself."""
+    """Make a table of all keys of a record except its rows."""
     about = {key: value for key, value in record.about.items() if key not in ("config", "versions")}
     about |= {f"{name} version": value for name, value in (record.about.get("versions") or {}).items()}
     cells = [[key.replace("_", " "), text(value)] for key, value in [*about.items(), *_config(record.about).items()]]

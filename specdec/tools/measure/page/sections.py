@@ -17,7 +17,7 @@ ENGINE = ("shape", "mode", "rounds_of", "batch", "tokens", "floor_ms")
 
 
 class Card(NamedTuple):
-    """One of the figures on top: "3.00 ± 0.06", "tau", and of what it is."""
+    """One of the figures at the top: "3.00 ± 0.06", "tau", and its subject."""
 
     value: str
     label: str
@@ -46,9 +46,9 @@ class Section:
 
 class Chart(NamedTuple):
     """A chart of a section. form: the method of `Charts` that draws it; x, y: keys of its rows, several of y are parts
-    of a bar; rows: which rows, expanded if need be.
+    of a bar; rows: selects rows, and expands them if needed.
 
-    A panel is drawn for each value of the PANELS that vary; the others stand in the title.
+    A panel is drawn for each value of the PANELS that vary; the others are in the title.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Chart(NamedTuple):
     axis: str = ""  # of y, if not its key's label
 
     def figure(self, kind: "RowKind", rows: Rows, charts: Charts) -> Figure | None:
-        """Draw `rows`; None where no row has the keys, or a line would have one place only."""
+        """Draw `rows`; None if no row has the keys, or a line would have a single place."""
         parts = (self.y,) if isinstance(self.y, str) else self.y
         drawn = [(row, key) for row in self.rows(rows) for key in parts if row.get(key) is not None]
         if len({row[self.x] for row, _ in drawn}) <= (self.form == "lines"):
@@ -91,9 +91,10 @@ def _ends(row: Row, key: str) -> Any:
 
 
 class Best(NamedTuple):
-    """A card of the row with the largest `key`, or by `pick` the smallest; by: a key, each value has a card of its own.
+    """A card of the row with the largest `key`, or the one that `pick` chooses; by: a key, each of whose values has a
+    card.
 
-    of: keys that say what the row is of.
+    of: keys that describe the row.
     """
 
     key: str
@@ -115,9 +116,9 @@ class Best(NamedTuple):
 class RowKind:
     """Rows that `takes` accepts, and the section that shows them.
 
-    complete: copies the rows and adds what is computed of them. series, cases: keys; the values of those that vary
-    become the "_series" and the "_case" of a row. columns: the keys that come first in the table; brief: those of the
-    table on a terminal.
+    complete: copies the rows and adds computed values. series, cases: keys; the values of those that vary become the
+    "_series" and the "_case" of a row. columns: the keys that come first in the table; brief: those of the table on a
+    terminal.
     """
 
     anchor: str
