@@ -17,7 +17,7 @@ from specdec.reach.heads.formats import formats
 
 @dataclass(frozen=True)
 class Algorithm:
-    """spec: what it takes from the target; make(parts, draft): its worker; has_model: False where draft is None."""
+    """spec: its inputs from the target; make(parts, draft): makes its worker; has_model: False if draft is None."""
 
     spec: AlgoSpec
     make: Callable[[DraftParts, Any], DraftWorker]

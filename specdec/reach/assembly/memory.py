@@ -1,4 +1,5 @@
-"""Checks, before anything is allocated, that pools and recurrent states fit the device. Graphs take what is left."""
+"""Checks, before anything is allocated, that pools and recurrent states fit the device. Graphs use the remaining
+memory."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ class ModelShape(NamedTuple):
 
 
 def check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | None) -> None:
-    """CapacityError if pools and recurrent states, the bulk of what is allocated, will not fit beside the weights."""
+    """CapacityError if pools and recurrent states, the largest allocations, will not fit beside the weights."""
     total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
     models = [("", ModelShape.of(target), config.verify_width)]
     models += [] if draft is None else [("the draft's ", draft, config.draft_tail)]

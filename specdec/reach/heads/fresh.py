@@ -96,7 +96,7 @@ def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tens
 def hot_head(
     config_of: Callable[..., Any], new: Callable[..., DraftHead], model: Any, shape: Any, seed: int, hot_ids: Any
 ) -> DraftHead:
-    """Make a head that scores tokens of its own choice; see `HeadFormat.fresh`."""
+    """Make a head that scores its own choice of tokens; see `HeadFormat.fresh`."""
     config = config_of(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size, shape.num_layers)
     return new(model, config, hot_ids(config.draft_vocab_size), seed)
 

@@ -40,7 +40,7 @@ class Gsm8k(Checking):
     """Compare likelihoods and answers of every prefill mode, with and without a draft, with plain decoding without
     prefill graphs.
 
-    Exits with 1 where a mode differs beyond chance.
+    Exits with 1 if a mode differs beyond chance.
     """
 
     draft: str = option("Draft of the modes that speculate, or 'none': plain decoding only.", "shipped")
@@ -84,8 +84,8 @@ class Lossless(Checking):
     """Compare greedy text with `model.generate`, sampled text with other ways of running the same round, and tokens and
     logits by bits with plain decoding of the same engine, for every draft, chains and trees.
 
-    Exits with 1 where a text differs and rounding does not explain it, or where bits differ although the engine had
-    compared its own as equal (`Engine.report().bits`).
+    Exits with 1 if a text differs and rounding does not explain it, or if bits differ although the engine had compared
+    its own as equal (`Engine.report().bits`).
     """
 
     check: list[str] | None = option("Of text and bits; default: text and, in 16 bits, bits.")

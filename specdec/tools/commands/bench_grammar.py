@@ -17,11 +17,11 @@ from specdec.tools.train.target import device_of, dtype_of
 
 
 class BenchGrammar(OnTarget, Recorded):
-    """Generate JSON of random schemas: do finished answers parse and validate, is greedy text that of plain constrained
-    decoding. With --new-tokens, also time texts under schemas beside free text.
+    """Generate JSON of random schemas; check that finished answers parse and validate, and that greedy text equals
+    plain constrained decoding. With --new-tokens, also time texts under schemas beside free text.
 
-    Exits with 1 where an answer that has ended is not valid, where greedy text differs from plain rounds', or, in
-    float32, theirs from the live model's.
+    Exits with 1 if a finished answer is invalid, if greedy text differs from plain rounds', or, in float32, if plain
+    rounds' text differs from the live model's.
     """
 
     draft: str = option("Folder, Hub id, shipped name, lookup or none; default: the shipped EAGLE-3.", "shipped")

@@ -34,10 +34,10 @@ EITHER_OR = (("cells", "batches"), ("cells", "contexts"), *(("prompts", n) for n
 class Policy(Timing):
     """Time num_steps="auto" beside plain decoding and every fixed shape, at imposed acceptance.
 
-    A cell is a batch, a context and a tau that the longest chain has: 1.2/4.5 drifts from the first to the second and
-    back within each text. Shown are tokens/s, their ratios to plain decoding (of an engine without a draft) and to the
-    best fixed shape, and the share of rounds that each shape had. --shape 8b takes some minutes on an H200. With
-    --prompts a cell is a batch and a file, and the draft accepts really.
+    A cell is a batch, a context and a tau of the longest chain: 1.2/4.5 drifts from the first to the second and back
+    within each text. The table has tokens/s, their ratios to plain decoding (of an engine without a draft) and to the
+    best fixed shape, and the share of rounds with each shape. --shape 8b takes some minutes on an H200. With --prompts
+    a cell is a batch and a file, and acceptance is the draft's own.
     """
 
     batches: list[str] | None = option("Prompts at once, such as 1,8,32; default on CUDA 1,8,32,128, else 1,4.")

@@ -27,8 +27,8 @@ MAX_WAITING = 256  # as in `specdec serve`
 class BenchServe(WithDraft, Recorded):
     """Measure requests/s, first texts and tokens of an OpenAI-compatible server through an HTTP client.
 
-    --url names a server that runs; else this process serves --target, or a --shape, as `specdec serve` does. Clients
-    are processes of their own. Each of --clients asks one request after the other; --rates are random arrivals
+    --url names a running server; without it this process serves --target, or a --shape, as `specdec serve` does.
+    Clients are separate processes. Each of --clients sends one request after the other; --rates are random arrivals
     (Poisson). Lengths of prompts and texts are lognormal; the default means are those of ShareGPT.
     """
 

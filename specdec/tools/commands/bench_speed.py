@@ -73,9 +73,9 @@ class Timing(OnTarget, Recorded):
 class Latency(Timing):
     """Time the first token, a token and a round through `engine.generate`, engine by engine.
 
-    Under torchrun, the ranks share the target, a --shape.
-    Alone it is a small grid of the bundled target with its draft, a minute or two on a CPU. Lists are separated by
-    commas or given by repeating the option. Exit status 1 if an engine failed.
+    Under torchrun, the ranks share the target, a --shape. By default it runs a small grid of the bundled target with
+    its draft, a minute or two on a CPU. Lists are separated by commas or given by repeating the option. Exit status 1
+    if an engine failed.
     """
 
     algo: str = option(
@@ -174,8 +174,8 @@ class Latency(Timing):
 class Peers(Timing):
     """Time the same greedy requests by transformers' own ways and engines, in one process.
 
-    Texts end at EOS or --new-tokens. Ways that take no batch get --few requests, one by one. What fails is a row that
-    says so.
+    Texts end at EOS or --new-tokens. Ways that take no batch get --few requests, one by one. A way that fails gives a
+    row with its error.
     """
 
     assistant: str | None = option("A small LM of the vocabulary, for the others; default: shipped-standalone.")

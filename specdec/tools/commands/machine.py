@@ -39,7 +39,7 @@ def list_backends() -> None:
 class Build(OnTarget):
     """Compile and check the kernels that a backend needs for a model; `attach` then finds them.
 
-    FlashInfer's take a minute or two; they need nvcc, and stay where the last line says.
+    FlashInfer's kernels take a minute or two and need nvcc; the last line says where they are.
     """
 
     draft: str = option("Head that will draft: folder, Hub id or shipped name.", "none")

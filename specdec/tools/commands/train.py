@@ -87,7 +87,7 @@ class Run(Training):
 
 
 class Adapt(Training):
-    """Continue a trained draft on what the target writes now; the better of before and after is exported."""
+    """Continue a trained draft on text that the target writes now; the better of before and after is exported."""
 
     target: str = argument("The target: a Hub id or a folder, fine-tuned or not.")
     head: str = argument("The draft to continue: a Hub id or a folder.")

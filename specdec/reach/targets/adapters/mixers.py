@@ -76,8 +76,8 @@ class Mixers:
     def renumber(self, order: Sequence[int]) -> None:
         """Number the calls of a forward, from 0 on in their order, where `order` are the ids that it called until now.
 
-        So each call has an id of its own, also where a mixer calls a primitive several times, or mixers run in another
-        order than that of modules; calls that were not made have none.
+        So each call has its own id, also if a mixer calls a primitive several times, or mixers run in another order
+        than that of modules; calls that were not made have none.
         """
         for call in [call for mixer in self.mixers for call in mixer.calls]:
             call.turns = LayerTurns([new for new, layer_id in enumerate(order) if layer_id in call.turns.layer_ids])

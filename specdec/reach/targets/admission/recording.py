@@ -166,7 +166,7 @@ def probing(attention: Attention, recording: Recording) -> Iterator[None]:
 
 
 class RecurrentCall(NamedTuple):
-    """A recurrent call with `layer_id`; dtype: of what it returned."""
+    """A recurrent call with `layer_id`; dtype: of its result."""
 
     layer_id: int
     spec: RecurrentSpec

@@ -149,7 +149,7 @@ def expect(layers: Layers, batches: Sequence[Batch], measure: Callable[[], list[
 
 
 def compare(layers: Layers, expected: Expected) -> None:
-    """Raise GraphError if `layers` differ from what is expected by more than rounding."""
+    """Raise GraphError if results of `layers` differ from the expected ones by more than rounding."""
     batches, outputs = expected.batches, expected.outputs
     num_tokens = batches[0][0].shape[0]
     for i, (ours, theirs) in enumerate(zip(_outputs(layers, batches), outputs, strict=True)):
