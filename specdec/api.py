@@ -273,7 +273,7 @@ class Engine:
         self._attached().abandon([r for r in requests if r.finish_reason is None])
 
     def install(self, on_unsupported: str = "raise") -> ExitStack:
-        """Let the attached model's own `generate` decode with this engine: for pipelines, streamers, evaluation code.
+        """Make the attached model's own `generate` decode with this engine: for pipelines, streamers, evaluation code.
 
         transformers prepares every call as before: arguments and results are those of `model.generate`, and greedy text
         is equal to its own. A call that the engine cannot decode (beams, logits processors in Python) raises

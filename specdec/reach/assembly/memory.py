@@ -45,7 +45,7 @@ class ModelShape(NamedTuple):
 
 
 def check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | None) -> None:
-    """CapacityError if pools and recurrent states, the largest allocations, will not fit beside the weights."""
+    """Raise CapacityError if pools and recurrent states, the largest allocations, will not fit beside the weights."""
     total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
     models = [("", ModelShape.of(target), config.verify_width)]
     models += [] if draft is None else [("the draft's ", draft, config.draft_tail)]

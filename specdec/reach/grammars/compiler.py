@@ -57,7 +57,7 @@ class Library(Protocol):
     """A library with its vocabulary."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """ValueError names what is wrong."""
+        """Compile `grammar`; ValueError names what is wrong."""
 
 
 class CachedCompiler:

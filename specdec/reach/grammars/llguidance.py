@@ -39,7 +39,7 @@ class LLGuidance:
         self._limits = llguidance.LLParserLimits(**LIMITS)
 
     def compile(self, grammar: Grammar) -> "Compiled":
-        """ValueError names the kind of grammar and what the library says of it."""
+        """Compile `grammar`; ValueError names its kind and the library's error."""
         try:
             source = source_of(grammar)
         except Exception as error:  # GBNF is converted in Python, and its errors have no type of their own

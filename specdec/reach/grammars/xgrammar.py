@@ -35,7 +35,7 @@ class XGrammar:
         return xgrammar.GrammarCompiler(info, cache_enabled=False)  # `CachedCompiler` keeps them
 
     def compile(self, grammar: Grammar) -> "Compiled":
-        """ValueError names the kind of grammar and what the library says of it."""
+        """Compile `grammar`; ValueError names its kind and the library's error."""
         try:
             refused = frozenset[int]() if grammar.kind == "lark" else self._special
             return Compiled(self._compile(grammar), self._encode, refused)

@@ -201,8 +201,7 @@ class Images:
 
 
 def _check_sizes(given: Mapping[str, Any]) -> None:
-    """ValueError unless there are as many patches as the grids say: a GPU would read past the end of shorter
-    tensors."""
+    """Raise ValueError unless there are as many patches as the grids say: a GPU would read past the end of fewer."""
     for grids, pixels in GRIDS.items():
         sizes, patches = given.get(grids), given.get(pixels)
         if isinstance(sizes, torch.Tensor) and isinstance(patches, torch.Tensor):

@@ -154,7 +154,7 @@ def training_of(algo: str) -> Training:
 
 def recipe(algo: str, **changes: Any) -> TrainConfig:
     """Return the TrainConfig of `algo` with `changes` to its fields; None keeps a default. ValueError as for both, and
-    for weights of steps beside survival, which weights them itself."""
+    for step weights together with survival, which sets the weights itself."""
     given = {name: value for name, value in changes.items() if value is not None}
     config = TrainConfig(**{**training_of(algo).recipe, **given})
     if config.survival and (unread := [name for name in ("step_decay", "normalise_steps") if given.get(name)]):

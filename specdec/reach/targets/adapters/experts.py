@@ -71,7 +71,7 @@ class Experts:
 
 @torch.inference_mode()
 def check_fp8_experts(model: PreTrainedModel) -> None:
-    """AttachError if our op's results for random rows differ from those of the FP8 experts by more than rounding."""
+    """Raise AttachError if our op's results for random rows differ from the FP8 experts' own by more than rounding."""
     for number, module in enumerate(m for m in _experts(model) if is_kind(m, "FP8Experts")):
         device, (num, width, _) = module.down_proj.device, module.down_proj.shape
         random = torch.Generator(device).manual_seed(number)
