@@ -18,8 +18,8 @@ from specdec.reach.targets.marks import layer_id
 from specdec.reach.targets.overrides import ConfigViews, replaced
 
 METHOD = "_attn"
-# As in AttentionInterface: takes the module, q, k and v [1, heads, T, dim], a mask, and keyword arguments; returns [1,
-# T, heads, v_dim] and None.
+# As in AttentionInterface: takes the module, q, k and v [1, heads, T, dim], a mask, and keyword arguments; returns
+# [1, T, heads, v_dim] and None.
 Attend = Callable[..., tuple[torch.Tensor, None]]
 
 

@@ -126,7 +126,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
 
 
 def _innermost(function: FunctionType) -> FunctionType:
-    """Return the function that `function` wraps innermost, or itself if it wraps none."""
+    """Return what `function` wraps, innermost, or itself if that is not a function."""
     inner = inspect.unwrap(function)
     return inner if isinstance(inner, FunctionType) else function
 

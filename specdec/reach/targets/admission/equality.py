@@ -122,9 +122,9 @@ def differences(
 ) -> list[Difference]:
     """Compare forwards over a small pool of `dtype` with the model's own; a prefill, a chain and a tree.
 
-    run(metadata, input_ids [T]) gives logits [T, V], its attention answered by the scope in force; own(input_ids [B,
-    L]) gives [B, L, V]. In 16 bits, and with TF32, if some differ by more than any model may, a second run measures the
-    effect of rounding, as `echo` does.
+    run(metadata, input_ids [T]) gives logits [T, V], its attention answered by the scope in force; own(input_ids
+    [B, L]) gives [B, L, V]. In 16 bits, and with TF32, if some differ by more than any model may, a second run measures
+    the effect of rounding, as `echo` does.
     """
     prompts, nodes = _texts(spec.num_ids, device)
     batch = own(torch.stack([_row(prompts, nodes, *path) for path in PATHS]))
