@@ -25,7 +25,7 @@ def join_adapters(graph: fx.GraphModule) -> None:
 
 
 def take_in_adapters(graph: fx.GraphModule) -> None:
-    """Replace matmuls by our ops and their LoRA terms by `lora_linear`, in place, with a gate of two parts."""
+    """Replace our matmul ops, with their LoRA terms and a gate of two parts, by `lora_linear`, in place."""
     for node in [n for n in graph.graph.nodes if is_function(n, LORA)]:
         product, gate = node.args[1], only_user(node)
         if not is_function(product, LINEAR) or only_user(product) is not node or product.args[0] is not node.args[0]:

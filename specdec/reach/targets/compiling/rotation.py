@@ -77,7 +77,7 @@ def hand_over_norms(graph: fx.GraphModule, op: Any) -> int:
 
 
 def _below_layout(user: fx.Node, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return the node that `node` is only another layout of, or an element of in a batch of one, and its user there."""
+    """Return the node that `node` is only another layout of, or the element of a batch of, and its user there."""
     while is_method(node, "transpose") or (is_function(node, operator.getitem) and node.args[1] == 0):
         user, node = node, node.args[0]  # type: ignore[assignment]
     return user, node
