@@ -123,9 +123,9 @@ def quarters_kernel(
 ):
     """BLOCK_M rows and COLUMNS columns of out, with AHEAD blocks loaded ahead; see `quantised._quantised_kernel`.
 
-    JOINED: there are several weights. A norm is in front of these, and lets this kernel start early: the first weights
-    are loaded while it runs. Behind other kernels that costs time. What follows a gate reads many weights, and gains
-    nothing by an early start.
+    JOINED: several weights (QKV, gate and up). They follow a norm, which lets this kernel start early: it loads the
+    first weights before it waits. Behind other kernels that is slower. Without a gate it lets the next kernel start
+    early; a gate is followed by a product, which an early start would slow down.
 
     Rows past the last one repeat it. Thread 32 * q + 4 * c + i has features 4 * i to 4 * i + 3, of 16, of quarter q and
     column, or row, c, as operands of mma.sync have them. Loads have two dims, threads and features: those of more dims
