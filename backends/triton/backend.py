@@ -17,7 +17,7 @@ from specdec.core.batch import AttentionMetadata
 
 
 class _Cut(NamedTuple):
-    """The key of a split plan; layers alike share plan and scratch."""
+    """The key of a split plan; layers with equal keys share plan and scratch."""
 
     window: int
     group: int
@@ -41,12 +41,12 @@ class TritonBackend(AttentionBackend):
         limits=True,
     )
     metadata = TRITON_METADATA
-    processors: int | None = None  # that share the work, None for the GPU's
+    processors: int | None = None  # multiprocessors that share the work, None for all of the GPU's
 
     def __init__(self) -> None:
         super().__init__()
         self._plans: dict[_Cut, tuple[SplitPlan, Partials]] = {}
-        self._again: dict[tuple[object, ...], tuple[Relaunch, ...]] = {}  # of this forward, by what layers share
+        self._again: dict[tuple[object, ...], tuple[Relaunch, ...]] = {}  # of this forward, by the layer's key
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
@@ -81,7 +81,7 @@ class TritonBackend(AttentionBackend):
             self._again[alike] = again
 
     def _plan_for(self, m: AttentionMetadata, cut: _Cut, device: torch.device) -> tuple[SplitPlan, Partials]:
-        """The plan of layers with this cut, made on the device once a forward."""
+        """Return the plan of layers with this cut, made on the device once per forward."""
         if cut not in self._plans:
             tiling, is_tree = cut.tiling, m.ancestor_bits is not None
             sees_all = is_tree or m.limits is not None
@@ -103,7 +103,7 @@ class TritonBackend(AttentionBackend):
                 is_tree=is_tree,
                 max_chunks=max_chunks,
                 max_partials=SCRATCH_BYTES // partial_bytes,
-                is_small=m.slot_table.shape[0] <= FEW + 1,  # by the engine's rows: traffic needs no other kernel
+                is_small=m.slot_table.shape[0] <= FEW + 1,  # by the engine's rows: live traffic needs no other variant
             )
             partials = Partials.empty(plan.num_partials, cut.num_kv_heads, tiling.block_m, cut.v_dim, device)
             self._plans[cut] = (plan, partials)

@@ -1,10 +1,10 @@
-"""The arithmetic of attention, of every kernel: an online softmax (FlashAttention-2, arXiv 2307.08691) over blocks of
-keys, and the fold of its chunks.
+"""The arithmetic of every attention kernel: an online softmax (FlashAttention-2, arXiv 2307.08691) over blocks of keys,
+and the fold of its chunks.
 
 A state is the running maximum m [M] of logits in units of log2, the mass [M, MASS] and the values acc [M, V], fp32 and
-not normalised. The bits of a row depend on its keys, the block of each and the chunk of each block, and on nothing
-else: sums over keys are products, which add in the order of keys whatever the tile and its warps; sums of products are
-FMAs by name, not as the compiler likes; and a block or a chunk of which a row sees nothing leaves its state as it was.
+not normalised. The bits of a row depend only on its keys, the block of each and the chunk of each block: sums over keys
+are `tl.dot` products, which add in key order for any tile shape and number of warps; multiply-adds are explicit FMAs,
+not left to the compiler; and a block or chunk without a key that the row sees leaves its state unchanged.
 """
 
 import triton
@@ -12,21 +12,21 @@ import triton.language as tl
 
 from specdec.backends.triton.launch.fences import fence_copies
 
-MASS = tl.constexpr(16)  # equal columns of the mass: the fewest that a product has
+MASS = tl.constexpr(16)  # equal columns of the mass: the smallest N of `tl.dot`
 
 
 @triton.jit
 def empty_state(M: tl.constexpr, V: tl.constexpr):
-    """Return the state of rows that have seen nothing."""
+    """Return the state of rows that have seen no keys."""
     m = tl.full([M], float("-inf"), tl.float32)
     return m, tl.zeros([M, MASS], tl.float32), tl.zeros([M, V], tl.float32)
 
 
 @triton.jit
 def fold(total, state):
-    """Return the state of all chunks so far, from `total` of those before and the `state` of the next.
+    """Return `total`, the state of all chunks so far, merged with the `state` of the next chunk.
 
-    Masses may have fewer columns.
+    Masses may have fewer columns than MASS.
     """
     m_before, mass_before, acc_before = total
     m_next, mass_next, acc_next = state
@@ -38,7 +38,7 @@ def fold(total, state):
 
 @triton.jit
 def result_of(total, sinks, head, is_row, HAS_SINKS: tl.constexpr):
-    """Return the attention of rows, from their `total` and the sinks of their heads."""
+    """Return the normalised output of rows, from their `total` and the sinks of their heads."""
     if HAS_SINKS:
         _m, mass, acc = total
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -50,7 +50,7 @@ def result_of(total, sinks, head, is_row, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """Return acc + a @ b, of fp32 by three TF32 products on tensor cores, which leave out 2^-22 of a term.
+    """Return acc + a @ b; fp32 takes three TF32 products on tensor cores, which lose 2^-22 of a term.
 
     UPCAST: the interpreter has no bf16 product (numpy has no bf16); widening is exact.
     """
@@ -61,7 +61,7 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def _add_dot(a, b, acc, shrink, UPCAST: tl.constexpr):
-    """Return acc * shrink + a @ b; the products of fp32 are added to nothing, and their sum to acc."""
+    """Return acc * shrink + a @ b; in fp32 the product accumulates from zero and is then added to acc."""
     if a.dtype == tl.float32:
         return tl.fma(acc, shrink, _dot(a, b, tl.zeros_like(acc), UPCAST))
     return _dot(a, b, acc * shrink, UPCAST)
@@ -69,7 +69,7 @@ def _add_dot(a, b, acc, shrink, UPCAST: tl.constexpr):
 
 @triton.jit
 def _softmax_step(s, v, state, visible, scales, MASKED: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr):
-    """Take one block of keys, with products `s` of queries and keys, into `state`."""
+    """Update `state` with one block of keys; s: products of queries and keys."""
     m, mass, acc = state
     scale_log2, cap_scale = scales
     if CAPPED:
@@ -77,17 +77,17 @@ def _softmax_step(s, v, state, visible, scales, MASKED: tl.constexpr, CAPPED: tl
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # scales are positive
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new  # rows that have seen nothing yet
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new  # rows that have seen no keys yet
     p = tl.exp2(tl.fma(s, scale_log2, -m_safe[:, None])).to(v.dtype)
     shrink = tl.exp2(m - m_safe)[:, None]
     ones = tl.full([v.shape[0], MASS], 1.0, tl.float32).to(v.dtype)
     mass = _add_dot(p, ones, mass, shrink, UPCAST)
-    return m_new, mass, _add_dot(p, v, acc, shrink, UPCAST)  # the last product decides how warps share all of them
+    return m_new, mass, _add_dot(p, v, acc, shrink, UPCAST)  # the last product determines the warp layout of all
 
 
 @triton.jit
 def slots_of(table, key, kv_end):
-    """Return slots of keys, int32; keys past the last get its slot, which the request owns, and are masked later."""
+    """Load the slots of keys, int32; keys past the last get its slot, which the request owns, and are masked later."""
     return tl.load(table + tl.minimum(key, kv_end - 1))
 
 
@@ -102,8 +102,8 @@ def _rows(pool, slots, d, STRIDE: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def query_tile(q_row, d, dv, is_row, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, V_IN_K: tl.constexpr):
-    """Load a tile of queries [BLOCK_M, columns d] from q_row [BLOCK_M], where rows begin; beside it, where V is in K,
-    the columns dv that multiply V, and then d are those behind."""
+    """Load a tile of queries [BLOCK_M, columns d]; q_row [BLOCK_M] points at its rows. With V_IN_K return two tiles:
+    the columns dv that multiply V, and the columns d behind them."""
     mask = is_row[:, None]
     if V_IN_K:
         rest = tl.load(q_row[:, None] + V_DIM + d, mask=mask & (d < QK_DIM - V_DIM), other=0.0)
@@ -131,11 +131,11 @@ def take_block(
     UPCAST: tl.constexpr,
     V_IN_K: tl.constexpr,
 ):
-    """Load K and V of `slots` [BLOCK_N] and take them in; k_head and v_head point at the head, d and dv are columns.
+    """Load K and V of `slots` [BLOCK_N] and update `state`; k_head and v_head point at the head, d and dv are columns.
 
     q: of `query_tile`. V_IN_K: V is loaded once, and d are the columns of K behind it.
-    visible [BLOCK_M, BLOCK_N]: only used if MASKED. scales: from logits (if CAPPED, from their tanh) to units of log2,
-    and of what the softcap takes the tanh of.
+    visible [BLOCK_M, BLOCK_N]: only used if MASKED. scales: the factor from logits (if CAPPED, from their tanh) to
+    units of log2, and the factor of logits within the softcap's tanh.
     """
     s = tl.zeros([q[0].shape[0], slots.shape[0]], tl.float32)
     if V_IN_K:
@@ -153,8 +153,8 @@ def take_block(
 
 @triton.jit
 def visible_keys(key, q_pos, limit, window, HAS_WINDOW: tl.constexpr):
-    """Return the mask of the keys each row sees, [BLOCK_M, BLOCK_N] bool; key [BLOCK_N], q_pos [BLOCK_M]: positions;
-    limit [BLOCK_M]: the last one seen."""
+    """Return the mask of the keys that each row sees, [BLOCK_M, BLOCK_N] bool; key [BLOCK_N], q_pos [BLOCK_M]:
+    positions; limit [BLOCK_M]: each row's last visible position."""
     visible = key[None, :] <= limit[:, None]
     if HAS_WINDOW:
         visible = visible & (q_pos[:, None] - key[None, :] < window)

@@ -1,4 +1,4 @@
-"""Chunks of keys, whose length depends on the position only, on the device and on the host.
+"""Chunks of keys, with boundaries at fixed absolute positions: functions for the device and for the host.
 
 Keys come in units of 64. A chunk has one unit up to position 256, two up to 1,024, four up to 8,192, and 16 beyond:
 many chunks of short contexts, which fill the GPU, and few of long ones, which are folded one after another.
@@ -7,7 +7,7 @@ many chunks of short contexts, which fill the GPU, and few of long ones, which a
 import triton
 import triton.language as tl
 
-UNIT = tl.constexpr(64)  # keys; blocks of keys have as many or a power of two fewer
+UNIT = tl.constexpr(64)  # keys; BLOCK_N is 64 or a smaller power of two
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def chunk_begin(n):
 
 @triton.jit
 def first_key(position, window, BLOCK_N: tl.constexpr):
-    """Return where the block begins that holds the first key which the query at `position` sees."""
+    """Return the start of the block that holds the first key visible to the query at `position`."""
     return tl.where(window > 0, tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N, 0)
 
 
@@ -37,7 +37,7 @@ def tile_span(group: int, block_m: int) -> int:
 def most_chunks(context: int, tail_len: int, window: int, span: int, block_n: int) -> int:
     """Return an upper bound of one tile's chunks if no request has more than `context` keys, tail_len of them new.
 
-    span: the most queries of a tile, of a tree all.
+    span: the most queries of a tile; for a tree, all queries.
     """
     keys = min(context, window + min(tail_len, span) + block_n - 2) if window else context
     return min(chunk_of(context - 1) + 1, (keys + UNIT.value - 2) // UNIT.value + 1)

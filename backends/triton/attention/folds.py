@@ -1,5 +1,5 @@
-"""Folds the states that split tiles have left, in a launch of its own: for wide states, of which one program would fold
-all rows of a tile for longer than many programs attend. The arithmetic is that of `partials.fold_rows`.
+"""Folds the partial states of split tiles in a kernel of its own, for wide states: folding all rows of a tile in one
+program would take longer than attention in many. The arithmetic is that of `partials.fold_rows`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, wait_for_others
 from specdec.core.batch import AttentionMetadata
 
-ROWS = 2  # of a program
-AHEAD = 1 if INTERPRETED else 8  # states that are loaded at once
+ROWS = 2  # per program
+AHEAD = 1 if INTERPRETED else 8  # states loaded at once
 NAMES = ("NUM_KV_HEADS", "GROUP", "V_DIM", "BLOCK_V", "BLOCK_M", "HAS_SINKS", "PDL")
 
 
@@ -44,7 +44,8 @@ def _fold_kernel(
     AHEAD: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """ROWS rows of a tile, by the program of its first item. q, k_pool and v_pool: as the kernel before has them."""
+    """Fold ROWS rows of a tile, in programs of its first item. q, k_pool, v_pool: unused, for a `Relaunch` like the
+    attention kernel's."""
     wait_for_others(PDL, False)
     number = tl.program_id(1)
     if number >= tl.load(num_items):
@@ -74,7 +75,7 @@ def fold_apart(
     partials: Partials,
     constants: Mapping[str, Any],
 ) -> Relaunch | None:
-    """Launch it behind the attention kernel, whose tensors q, out, K, V and sinks these are, and whose constants.
+    """Launch the fold after the attention kernel. tensors: its q, out, K, V and sinks; constants: its constants.
 
     Returns the launch, to repeat it; None in the interpreter.
     """

@@ -1,9 +1,9 @@
 """Attention over the paged KV pool, prefix and tail, in one kernel for every kind of forward.
 
 An online softmax over the items of `plan`: blocks and chunks of keys at fixed absolute positions (see `blocks`); the
-heads of one KV group are rows of one tile, so K/V are read once for all of them. Items that hold a part of their tile's
-keys leave a state a chunk, and the one that is done last folds all of its tile. The nodes of a tree are rows like
-others up to the last whole block of the prefix; `tree` continues them over the rest. Twin:
+heads of one KV group are rows of one tile, so K/V are read once for all of them. Items with a part of their tile's keys
+(split-KV) store a state per chunk, and the last one to finish folds the whole tile. The nodes of a tree are ordinary
+rows up to the last whole block of the prefix; `tree` continues them over the rest. Twin:
 `backends.torch_ref.TorchBackend`.
 """
 
@@ -34,14 +34,14 @@ from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follo
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
 LOG2E = 1.4426950408889634
-AHEAD = 16 if INTERPRETED else 64  # rows of states that are loaded at once
+AHEAD = 16 if INTERPRETED else 64  # rows of states loaded at once
 
 
 @triton.jit
 def _leave(
     total, state, place, is_split, partial_acc, partial_stats, at, is_row, dv, STEP: tl.constexpr, V_DIM: tl.constexpr
 ):
-    """Leave the state of chunk `place` of a tile: in the pool if the tile is split, else folded into `total`."""
+    """End chunk `place` of a tile: store its state in the pool if the tile is split, else fold it into `total`."""
     if is_split:
         store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
     else:
@@ -79,10 +79,10 @@ def _walk(
     UPCAST: tl.constexpr,
     V_IN_K: tl.constexpr,
 ):
-    """Take in the blocks of keys [begin, end), the first with `slots`; where a chunk begins, leave the one before.
+    """Process the blocks of keys [begin, end), the first with `slots`; where a chunk begins, end the one before.
 
-    keys: those of the item; pool: where it leaves states. Slots are loaded one block ahead: only then are keys and
-    values pipelined.
+    keys: the item's range; pool: where it stores states. Slots are loaded one block ahead: only then are loads of K and
+    V pipelined.
     """
     n = tl.arange(0, BLOCK_N)
     kv_begin, kv_end = keys
@@ -105,7 +105,7 @@ def _walk(
     return slots, total, state
 
 
-# Triton compiles a variant for every alignment of a kernel's pointers; these are views, and none is read in rows.
+# Triton compiles a variant for every alignment of a kernel's pointers; these are views, and need no vector loads.
 @triton.jit(
     do_not_specialize=["first_node", "tail_len", "window", "table_stride", "is_new"],
     do_not_specialize_on_alignment=["slot_table", "rows", "qo_indptr", "prefix_lens", "positions", "limits", "sinks"],
@@ -160,14 +160,14 @@ def _attention_kernel(
     APART: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """is_new: whether the kernel that makes the plan may still run. Else a layer of the same kind has attended by this
-    plan, and programs read it, and the slots of their keys, before they wait for the K/V of this layer.
+    """is_new: the plan's kernel may still be running. Otherwise a layer of the same kind has used this plan before, so
+    programs read it, and the slots of their keys, before they wait for the K/V of this layer.
 
-    SPLITS: whether the plan may split tiles. Without the code for that, a program of 64 rows takes 84 KB of shared
-    memory instead of 117 (heads of 128, 16 bits), so two fit on a multiprocessor.
+    SPLITS: the plan may split tiles. Without the code for that, a program of 64 rows takes 84 KB of shared memory
+    instead of 117 (heads of 128, 16 bits), so two fit on a multiprocessor.
     """
     if PDL:
-        if TREE or APART:  # what follows otherwise may be anybody's kernel: it starts when this one has ended
+        if TREE or APART:  # otherwise the next kernel may be any: it starts after this one has ended
             gdc_launch_dependents()
         if is_new:
             gdc_wait()
@@ -176,7 +176,7 @@ def _attention_kernel(
     first_state, chunks_before = tl.load(item + 4), tl.load(item + 5)
     num_states, first_item = tl.load(item + 6), tl.load(item + 7)
     if (tl.program_id(1) >= num_used) | (kv_begin >= kv_end):
-        wait_for_others(PDL, False)  # the kernel ends after those in front in any case
+        wait_for_others(PDL, False)  # this kernel must not end before those in front of it
         return
     kv_head = tl.program_id(0)
     q_start = tl.load(qo_indptr + request)
@@ -210,7 +210,7 @@ def _attention_kernel(
         limit = tl.load(limits + token, mask=is_row, other=0).to(tl.int32)
     full_begin = kv_begin
     if HAS_WINDOW:
-        num_near = tl.maximum(last_position - window + 1 - kv_begin, 0)  # keys out of the last row's window
+        num_near = tl.maximum(last_position - window + 1 - kv_begin, 0)  # keys outside the last row's window
         full_begin += (num_near + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     num_full = tl.maximum(tl.minimum(kv_end, full_end) - full_begin, 0) // BLOCK_N
     masked_from = full_begin + num_full * BLOCK_N
@@ -247,7 +247,7 @@ def _attention_kernel(
     elif is_split:
         store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
         if not APART:
-            # The barrier and the release make this program's states visible to who comes last, the acquire all others'.
+            # Barrier and release make this program's states visible to the last one; the acquire shows it all others'.
             tl.debug_barrier()
             counter = arrived + first_item * NUM_KV_HEADS + kv_head
             own = place + 1 - chunks_before
@@ -305,7 +305,7 @@ def attend(
         1,  # is_new: the first layer of its kind
     )
     constants = _constants(layer, sinks is not None, tiling, q.dtype)
-    is_short = m.mode is not ForwardMode.EXTEND and m.q_len * constants["GROUP"] <= 8  # of no live length
+    is_short = m.mode is not ForwardMode.EXTEND and m.q_len * constants["GROUP"] <= 8  # depends on no live length
     fold_m = 8 if is_short else 16
     is_apart = layer.v_in_k and m.mode is not ForwardMode.EXTEND and not is_tree
     own = {**constants, "TREE": is_tree, "FOLD_M": fold_m, "AHEAD": AHEAD // fold_m}
@@ -325,7 +325,7 @@ def attend(
 
 
 def _constants(layer: LayerSpec, has_sinks: bool, tiling: Tiling, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what both kernels are compiled for, by its names: the layer and the tiling."""
+    """Return the constexprs of layer and tiling that both kernels share, by name."""
     return dict(
         NUM_KV_HEADS=layer.num_kv_heads,
         GROUP=layer.num_heads // layer.num_kv_heads,

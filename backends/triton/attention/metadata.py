@@ -168,7 +168,7 @@ def prefill_placement(
     longest: int,
     into: Sequence[torch.Tensor] | None = None,
 ) -> Placement:
-    """Twin: `backends.metadata.prefill_placement`. Where `num_tokens` is a bound, `into` must be given, as zeros."""
+    """Twin: `backends.metadata.prefill_placement`. If `num_tokens` is a bound, `into` must be given, zeroed."""
     bs, block = rows.shape[0], 256
     if into is None:
         placement = _empty_placement(bs, num_tokens, rows.device)

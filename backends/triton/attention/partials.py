@@ -1,4 +1,4 @@
-"""The pool of partial states: what chunks of split tiles, and of trees, leave for those that fold them."""
+"""The pool of partial states, which chunks of split tiles and of trees store and others fold."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def empty(cls, num: int, num_kv_heads: int, block_m: int, v_dim: int, device: torch.device) -> "Partials":
-        """Return scratch for `num` states a KV head."""
+        """Return scratch for `num` states per KV head."""
         rows = (num, num_kv_heads, block_m)
         shapes = ((*rows, v_dim), (*rows, 2))
         return cls(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
@@ -31,9 +31,9 @@ def padded_dim(dim: int) -> int:
 
 @triton.jit
 def load_state(partial_acc, partial_stats, at, is_there, dv, V_DIM: tl.constexpr):
-    """Load the states [M] of rows `at`, int64; mass [M, 1]. Rows that are not there have seen nothing.
+    """Load the states [M] of rows `at`, int64; mass [M, 1]. Rows outside `is_there` get the empty state.
 
-    Other programs may have stored them in the same launch, so they come from L2.
+    Other programs may have stored them in the same launch, so they are read from L2.
     """
     m = tl.load(partial_stats + 2 * at, mask=is_there, other=float("-inf"), cache_modifier=".cg")
     mass = tl.load(partial_stats + 2 * at + 1, mask=is_there, other=0.0, cache_modifier=".cg")
@@ -54,7 +54,7 @@ def fold_chunks(
     BLOCK_V: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Return the total of `num` chunks, mass [M, 1], whose states lie at rows `at`, `step` further on, and so on.
+    """Return the total of `num` chunks, mass [M, 1], whose states are at rows `at`, `at + step`, and so on.
 
     AHEAD states are loaded at once.
     """
@@ -99,7 +99,7 @@ def fold_rows(
     FOLD_M: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Write the rows [first_row, first_row + num_rows) of a request from their states, the first from `at` on.
+    """Fold and write the rows [first_row, first_row + num_rows) of a request; at: the first row's first state.
 
     token: the request's first; rows are folded FOLD_M at a time.
     """

@@ -3,8 +3,8 @@
 A tile is BLOCK_M query rows (query x head of one KV group) of one request, and the keys that any of them sees: up to
 the last query's own if the forward is causal, up to the last whole block of the prefix for a tree, and from the block
 in which the first query's window begins. An item is a tile, or a piece of it of one or more chunks. A tile is split if
-it has two shares or more of all keys, where a share is what each program gets of those that run at once; then each of
-its chunks leaves a state, and the item that is done last folds them. The host knows only upper bounds of all this, so a
+it has at least two shares of keys, where a share is the keys of all tiles over the programs that run at once; then each
+of its chunks stores a state, and the last item to finish folds them. The host uses only upper bounds of all this, so a
 captured grid fits any lengths.
 """
 
@@ -21,13 +21,13 @@ from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 # Columns of an item (int32): request, m_block, kv_begin, kv_end, the tile's first state in the pool (-1: none), chunks
 # of the tile before the item, states of the tile (0: the item is a whole tile), the tile's first item.
 ITEM_WIDTH = 8
-SCRATCH_BYTES = 128 << 20  # of partial states, if one request needs no more
-PIECES = 4  # of a tile, that a program of the plan writes
+SCRATCH_BYTES = 128 << 20  # limit of the partial states of split tiles
+PIECES = 4  # of every tile, written by one program of the plan kernel
 
 
 @triton.jit
 def _requests(base, bs, qo_indptr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_BS: tl.constexpr):
-    """Return the number of tiles of the requests from `base` on, [BLOCK_BS], and how many there are up to each."""
+    """Return the number of tiles of each request from `base` on, [BLOCK_BS], and its cumulative sum."""
     i = base + tl.arange(0, BLOCK_BS)
     start = tl.load(qo_indptr + i, mask=i < bs, other=0)
     q_len = tl.load(qo_indptr + i + 1, mask=i < bs, other=0) - start
@@ -53,7 +53,8 @@ def _tiles(
     TREE: tl.constexpr,
     LIMITED: tl.constexpr,
 ):
-    """Return for tiles `t` of the requests from `base` on: request, m_block, the range of keys, empty past the last."""
+    """Return, for tiles `t` of the requests from `base` on: request, m_block, begin and end of its keys (equal past the
+    last tile), is_tile."""
     is_before = t[:, None] >= ends[None, :]
     request = base + tl.sum(is_before.to(tl.int32), 1)
     index = t - tl.sum(tl.where(is_before, tiles[None, :], 0), 1)
@@ -68,7 +69,7 @@ def _tiles(
         nearest = prefix + first_node + m_block * BLOCK_M // GROUP
         last = tl.minimum(q_len - 1, ((m_block + 1) * BLOCK_M - 1) // GROUP)
         end = prefix + first_node + last + 1
-        if LIMITED:  # ascending, so the last query's is the furthest
+        if LIMITED:  # limits ascend, so the last query's is the largest
             end = tl.load(limits + start + last, mask=is_tile & (m_block >= 0), other=0).to(tl.int32) + 1
     begin = first_key(nearest, window, BLOCK_N)
     is_tile = is_tile & (t < tl.max(ends, 0))
@@ -77,7 +78,7 @@ def _tiles(
 
 @triton.jit
 def _cut(begin, end, share, TREE: tl.constexpr):
-    """Return the chunks of tiles, their items, and the states they leave; a tree's whole tiles leave two at most."""
+    """Return the chunks of tiles, their items, and the states they store: a tree's unsplit tiles store at most two."""
     chunks = tl.where(begin < end, chunk_at(end - 1) + 1 - chunk_at(begin), 0)
     pieces = tl.minimum((end - begin) // share, chunks)
     whole = tl.minimum(chunks, 2) if TREE else tl.zeros_like(chunks)
@@ -86,7 +87,7 @@ def _cut(begin, end, share, TREE: tl.constexpr):
 
 @triton.jit
 def _piece_begin(piece, pieces, begin, end):
-    """Return where pieces begin: with the first chunk at or after their share of the tile's keys."""
+    """Return where pieces begin: at the first chunk boundary at or after their share of the tile's keys."""
     at = begin + piece * (end - begin) // tl.maximum(pieces, 1)
     return tl.where(piece > 0, tl.minimum(chunk_begin(chunk_at(tl.maximum(at - 1, 0)) + 1), end), begin)
 
@@ -121,7 +122,7 @@ def _plan_kernel(
     PIECES: tl.constexpr,
     LIMITED: tl.constexpr,
 ):
-    """Each program plans all, and writes its pieces of every tile."""
+    """Compute the whole plan in every program, which writes its own PIECES pieces of every tile."""
     lanes = tl.arange(0, BLOCK_T)
     all_keys = tl.zeros([], tl.int32)
     for base in range(0, bs, BLOCK_BS):
@@ -133,7 +134,7 @@ def _plan_kernel(
             )  # fmt: skip
             all_keys += tl.sum(end - begin)
     share = tl.maximum((all_keys + resident - 1) // resident, 1)
-    # Where split tiles could leave more states than the pool holds, fewer are split.
+    # If split tiles could store more states than the pool holds, fewer are split.
     num_states = bound
     while num_states > max_partials:
         num_states = tl.zeros([], tl.int32)
@@ -194,11 +195,11 @@ FEW = 8
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """What the kernels read, int32.
+    """The plan as the kernels read it, int32.
 
     items [n, ITEM_WIDTH], of which the first counts[0] are used; arrived [n, Hkv]: at a split tile's first item, how
-    many of its states are there, 0 between launches; tree_states [bs, 2]: the first state of each request's first tile
-    and the number of states a tile, for a tree. num_partials bounds the states.
+    many of its states are stored, 0 between launches; tree_states [bs, 2], for trees: the first state of each request's
+    first tile, and the number of states per tile. num_partials bounds the states.
     """
 
     items: torch.Tensor
@@ -231,12 +232,13 @@ def split_plan(
     is_tree: queries are nodes, and keys end with the last whole block of the prefix; otherwise query i of a request is
     at position prefix + first_node + i and sees everything before it.
     num_tiles, max_chunks: host upper bounds of the tiles and of a tile's chunks; resident: items that run at once per
-    KV head; window: 0 for none; max_partials: of split tiles, fewer are split if there would be more. is_small: the
-    kernel that is quicker for up to FEW requests, and right for more. limits: see `AttentionMetadata`.
+    KV head; window: 0 for none; max_partials: limit of split tiles' states, fewer tiles are split where it would be
+    exceeded. is_small: use the kernel that is faster for up to FEW requests and correct for more. limits: see
+    `AttentionMetadata`.
     Twin: `tests.split_plan.split_plan_reference`.
     """
     device, bs = prefix_lens.device, prefix_lens.shape[0]
-    # A split tile has two shares or more, so these are all that there can be; pieces beyond the tiles are shares.
+    # A split tile has at least two shares, so at most resident // 2 tiles are split, into at most `resident` pieces.
     bound = min(num_tiles, resident // 2) * max_chunks if max_chunks > 1 else 0
     max_partials = min(max_partials, bound)
     num_items = num_tiles + resident

@@ -1,7 +1,7 @@
-"""K and V of new tokens into the pool in one launch, with norms and rotation of q and k where those are handed over.
+"""Writes K and V of new tokens to the pool in one launch, with norms and rotation of q and k if those are passed.
 
-Twin: `KVPool.write` after `backends.rope.prepare`. Of few tokens each is split over programs, by heads; not where
-there are norms, whose sums then had another order than in prefills.
+Twin: `KVPool.write` after `backends.rope.prepare`. If there are few tokens, each is split over programs by heads, but
+not with norms, whose sums would have another order than in prefills.
 """
 
 from math import gcd
@@ -14,7 +14,7 @@ from specdec.backends.base import AnyRope, HeadNorms, NormedRope
 from specdec.backends.triton.launch.relaunch import EARLY_ROWS, cached_launch, early, is_aligned, wait_for_others
 from specdec.backends.triton.launch.sizes import next_power_of_2
 
-PROGRAMS = 8  # a token, at most
+PROGRAMS = 8  # per token, at most
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _rotated_copy(
     BLOCK_HALF: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy one token's [HEADS, DIM], normed unless NORMS is "", and its first ROTARY dims rotated in fp32."""
+    """Copy one token's [HEADS, DIM], normed unless NORMS is "", with its first ROTARY dims rotated in fp32."""
     HALF: tl.constexpr = ROTARY // 2
     h = tl.arange(0, BLOCK_H)[:, None]
     i, d = tl.arange(0, BLOCK_HALF), ROTARY + tl.arange(0, BLOCK_D)
@@ -136,8 +136,8 @@ def _store_kernel(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, and HEADS of its heads of K and V with their heads of q. Strides come in units of UNIT, so that their
-    alignment is known."""
+    """Store HEADS heads of K and V of one token, and write their heads of q. Strides come in units of UNIT, so that the
+    compiler knows their alignment."""
     q_stride_t, q_stride_h, rope_stride_t = q_stride_t * UNIT, q_stride_h * UNIT, rope_stride_t * UNIT
     k_stride_t, k_stride_h = k_stride_t * UNIT, k_stride_h * UNIT
     v_stride_t, v_stride_h = v_stride_t * UNIT, v_stride_h * UNIT
@@ -179,10 +179,10 @@ def store_kv(
     q_out: torch.Tensor | None = None,
     v_in_k: bool = False,
 ) -> torch.Tensor:
-    """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool at `slots` [T] int64; returns the q to attend with.
+    """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool at `slots` [T] int64; return the q to attend with.
 
-    Without `rope` q [T, Hq, qk_dim] comes back as it is; with it q and k are normed, if it has norms, and rotated.
-    q_out, dense like q, takes the q to attend with in either case. v_in_k: v is a part of k and not written again.
+    Without `rope`, q [T, Hq, qk_dim] is returned unchanged; with it, q and k are normed, if it has norms, and rotated.
+    q_out, dense like q, receives the q to attend with in either case. v_in_k: v is a part of k and not written again.
     """
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "q, k and v need a dense last dim"
     num_tokens, num_heads, qk_dim = q.shape

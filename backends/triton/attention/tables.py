@@ -7,7 +7,7 @@ import triton.language as tl
 from specdec.backends.triton.launch.sizes import next_power_of_2
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])  # those of a part of a batch begin anywhere
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # parts of a batch begin anywhere
 def _tables_kernel(
     positions, frequencies, cos, sin, scale, WIDTH: tl.constexpr, TIMES: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -28,7 +28,7 @@ class Tiling:
 
     @property
     def options(self) -> dict[str, int]:
-        """Return what the compiler takes of it."""
+        """Return its compiler options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -36,29 +36,29 @@ class Tiling:
 _WIDE = MappingProxyType({16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 2), 128: (8, 3, 1)})
 _NARROW = MappingProxyType({16: (2, 3, 4), 32: (2, 3, 4), 64: (4, 3, 3)})
 
-# Bytes of shared memory from which 128 rows fit, and all other tiles. An A100 has 163 KB, an RTX 4090 or 5090 99.
+# Bytes of shared memory that tiles of 128 rows need, and all others. An A100 has 163 KB, an RTX 4090 or 5090 99.
 _MOST, _AMPLE = 200 << 10, 160 << 10
-PROCESSORS = 132  # of the H200 that tiles of prefills were chosen on
+PROCESSORS = 132  # multiprocessors of the H200 that prefill tiles were tuned on
 
 
 def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
-    """Return the launch shape for the forward's kind and the layer's shape; of live lengths it depends only on whether
-    prompts have tokens in the cache, so nothing is compiled on live traffic. Where shared memory is small, a block has
+    """Return the launch shape for the forward's kind and the layer's shape. The only live property it depends on is
+    whether prompts have cached prefixes, so nothing is compiled on live traffic. If shared memory is small, a block has
     half the keys.
 
-    Chosen for an H200 in bf16.
+    Tuned on an H200 in bf16.
     """
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
     shared = shared_memory(m.positions.device)
     rows, most = m.q_len * (layer.num_heads // layer.num_kv_heads), 64
     all_rows, is_fresh = m.positions.shape[0] * layer.num_heads, m.mode is ForwardMode.EXTEND and m.max_prefix == 0
-    if m.mode is ForwardMode.EXTEND:  # two tiles a processor; only a graph's number of tokens is not live
+    if m.mode is ForwardMode.EXTEND:  # two tiles per multiprocessor; only a graph's number of tokens is not live
         most = 128 if row_bytes > 128 and shared > _MOST and not is_fresh else 64
         rows = cdiv(all_rows, 2 * PROCESSORS) if m.is_packed else most
         if rows > 32 and not is_fresh:  # keys are split then: the largest tiles read them least often
             rows = most
     if dtype.itemsize > 2 or row_bytes > 256 or shared < _AMPLE:
-        most = 32 if row_bytes <= 512 or shared >= _AMPLE else 16  # of fp32 one kind of instruction, so equal bits
+        most = 32 if row_bytes <= 512 or shared >= _AMPLE else 16  # fp32: one kind of instruction, so equal bits
     if layer.v_in_k:
         is_few = m.mode is not ForwardMode.EXTEND and all_rows <= PROCESSORS
         is_few |= m.is_packed and all_rows <= 8 * PROCESSORS
@@ -66,14 +66,14 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
     block_m = min(max(16, next_power_of_2(rows)), most)
     block_n = 64 if row_bytes <= 256 else 32
     shape = (4, 2, 2) if row_bytes > 256 else (_WIDE if row_bytes > 128 else _NARROW)[block_m]
-    if is_fresh:  # no tile has so many keys more than others that it had to be split
+    if is_fresh:  # no tile has enough more keys than others to need splitting
         shape = (4, 2, 0)
     return Tiling(block_m, block_n if shared >= _AMPLE else block_n // 2, *shape)
 
 
 def _latent_tiling(is_few: bool, dtype: torch.dtype, shared: int) -> Tiling:
     """Return the launch shape for layers whose V is in K, up to 512 and 64 columns. is_few: there are so few rows that
-    tiles of fewer, and more programs, end earlier."""
+    smaller tiles in more programs are faster."""
     is_wide = dtype.itemsize > 2
     block_m = 16 if is_wide or is_few or shared < _AMPLE else 32  # two states in fp32 fill the registers
     block_n = 16 if is_wide else 64 if shared > _MOST else 32

@@ -1,8 +1,8 @@
-"""Attention of a tree's nodes, each as if its path were a chain: the ancestor at depth d is met at position L + d.
+"""Attention of a tree's nodes, each as if its path were a chain: the ancestor at depth d is the key of position L + d.
 
-`kernel` has walked the blocks that lie wholly in the prefix, for all nodes at once. Here a program takes up the states
-of one node, walks the blocks that hold the rest of the prefix and the node's path, and folds its chunks. Rows of a
-block, which see each other, have paths that all end with the last of them.
+`kernel` has processed the blocks that lie wholly in the prefix, for all nodes at once. Here a program loads the states
+of one node, processes the blocks with the rest of the prefix and the node's path, and folds its chunks. Rows of a
+block head see each other, so all their paths end with the block's last row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, wait_
 from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.core.batch import AttentionMetadata
 
-ROWS = 16  # of a program: the fewest that a product has
-AHEAD = 1 if INTERPRETED else 8  # states that are loaded at once, two at most of latents, which are wide
+ROWS = 16  # per program: the smallest M of `tl.dot`
+AHEAD = 1 if INTERPRETED else 8  # states loaded at once; at most two of latents, which are wide
 
 
 @triton.jit(
@@ -73,7 +73,7 @@ def _tails_kernel(
     MEMBERS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """is_new: as the first kernel has it."""
+    """Continue one node over the rest of its keys. is_new: as in the first kernel."""
     if PDL:
         if is_new:
             gdc_wait()
@@ -84,14 +84,14 @@ def _tails_kernel(
     first, num = tl.load(tree_states + 2 * request), tl.load(tree_states + 2 * request + 1)
     k_head, v_head = k_pool + kv_head * QK_DIM, v_pool + kv_head * V_DIM
     n, d, dv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_QK), tl.arange(0, BLOCK_V)
-    # Heads of the KV head's group; where there are less than ROWS, the rows of a product repeat them.
+    # Heads of the KV head's group; if there are fewer than ROWS, rows of the tile repeat them.
     member = part * ROWS + tl.arange(0, MEMBERS)
     is_member = member < GROUP
     head_of_row = kv_head * GROUP + part * ROWS + tl.arange(0, ROWS) % MEMBERS
     is_row = head_of_row < kv_head * GROUP + GROUP
     token = request.to(tl.int64) * q_len + node
     path = path_slots + token * tail_len
-    end = prefix  # of the node's keys: behind its path, to which rows of a block add those that follow
+    end = prefix  # of the node's keys: after its path, which for rows of a block includes the rows after it
     for base in range(0, tail_len, BLOCK_N):
         slots = tl.load(path + base + n, mask=base + n < tail_len, other=0)
         end = tl.maximum(end, prefix + tl.max(tl.where(slots > 0, base + n + 1, 0), 0))
@@ -99,7 +99,7 @@ def _tails_kernel(
     wait_for_others(PDL, False)
     q_tile = query_tile(q + token * q_stride_t + head_of_row * q_stride_h, d, dv, is_row, QK_DIM, V_DIM, V_IN_K)
 
-    # The states of the node's rows, one a chunk; the blocks below continue the last one.
+    # The states of the node's rows, one per chunk; the blocks below continue the last one.
     row = node * GROUP + member
     at = ((first + row // BLOCK_M * num).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + row % BLOCK_M
     STEP: tl.constexpr = NUM_KV_HEADS * BLOCK_M
@@ -130,7 +130,7 @@ def _tails_kernel(
 
 @triton.jit
 def _repeat(state, ROWS: tl.constexpr):
-    """Return the state [ROWS, ...] whose rows are those of `state` [M, ...] again and again."""
+    """Return the state [ROWS, ...] that repeats the rows of `state` [M, ...]."""
     m, mass, acc = state
     TIMES: tl.constexpr = ROWS // m.shape[0]
     V: tl.constexpr = acc.shape[1]
