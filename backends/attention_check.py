@@ -13,9 +13,9 @@ from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.cache.pool import KVPool
 
 PREFILL = (40, 6)  # new tokens of two requests, over prefixes
-WIDTHS = (96, 760)  # positions of a request: the most whose K and V fit POOL_BYTES in fp32, within these
+WIDTHS = (96, 760)  # limits of the positions of a request, as many as fit in POOL_BYTES of fp32 K/V
 POOL_BYTES = 16 << 20
-MOST_NODES = 64  # more take the same kernels, but for the words of their ancestors
+MOST_NODES = 64  # larger tails run the same kernels, except for the words of ancestor bits
 
 
 def attention_checks(
@@ -25,7 +25,7 @@ def attention_checks(
     device: torch.device,
     tails: Sequence[Tail],
 ) -> list[Check]:
-    """Checks of a ragged prefill and of `tails`, for each distinct one of `layers`, in `dtype`.
+    """Return checks of a ragged prefill and of `tails`, for each distinct one of `layers`, in `dtype`.
 
     The twin gets the same inputs, rounded to `dtype`, in fp32.
     """
@@ -48,7 +48,7 @@ def _answers(
     device: torch.device,
     tails: Sequence[Tail],
 ) -> list[Answer]:
-    """Attend with random inputs of dtype `rounded` over a pool of `dtype`; [T, Hq, v_dim] a forward."""
+    """Attend with random inputs, rounded to `rounded`, over a pool of `dtype`; return [T, Hq, v_dim] per forward."""
     random = torch.Generator(device).manual_seed(SEED)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _width(layer: LayerSpec, num_nodes: int) -> int:
 def _forwards(
     backend: AttentionBackend, width: int, tails: Sequence[Tail], device: torch.device
 ) -> Iterator[tuple[str, AttentionMetadata]]:
-    """Yield forwards of two requests, one with a long prefix and one with a short one, and what they are called."""
+    """Yield names and metadata of forwards of two requests, one with a long prefix and one with a short one."""
     table = 1 + torch.arange(2 * width, device=device, dtype=torch.int32).view(2, width)
     rows = torch.arange(2, device=device)
     most = width - max(PREFILL[0], *(tail.num_nodes for tail in tails), 0)

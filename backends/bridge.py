@@ -106,9 +106,9 @@ class _CapturedScope:
 
 
 class _Requests:
-    """Inputs of recurrent layers in a prefill, at addresses that do not change: they need no break of the graph.
+    """Inputs of recurrent layers in a prefill, at fixed addresses, so that these layers need no break of the graph.
 
-    num_rows: of state; as many requests at most. Those beyond the live ones have no tokens.
+    num_rows: rows of state, which is also the most requests. Requests beyond the live ones have no tokens.
     """
 
     def __init__(self, num_rows: int, device: torch.device):
@@ -117,7 +117,7 @@ class _Requests:
         self._qo_indptr = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
 
     def take(self, metadata: AttentionMetadata) -> None:
-        """Describe a live batch; of a rehearsal with more requests than rows, the first ones."""
+        """Copy the inputs of a live batch; of a rehearsal with more requests than rows, those of the first ones."""
         num = min(metadata.num_reqs, self._rows.shape[0])
         self._rows[:num].copy_(metadata.rows[:num])
         self._prefix_lens[:num].copy_(metadata.prefix_lens[:num])
@@ -126,11 +126,11 @@ class _Requests:
         self._qo_indptr[num + 1 :].copy_(metadata.qo_indptr[num : num + 1].expand(self._rows.shape[0] - num))
 
     def metadata(self, slots: torch.Tensor) -> AttentionMetadata:
-        """Return the metadata of a forward that is captured, of as many tokens as `slots`: all but what attends."""
+        """Return metadata for capturing a forward of as many tokens as `slots`; its attention fields are unused."""
         num_tokens = slots.shape[0]
         return AttentionMetadata(
             mode=ForwardMode.EXTEND,
-            slot_table=self._qo_indptr.unsqueeze(0),  # of no use to them
+            slot_table=self._qo_indptr.unsqueeze(0),  # unused by recurrent layers
             rows=self._rows,
             prefix_lens=self._prefix_lens,
             positions=slots,

@@ -1,4 +1,4 @@
-"""Checks of a plan: limits that the host can see, always; bounds of every index on the device, in debug mode."""
+"""Checks of a plan: limits that the host knows, always; bounds of every index on the device, in debug mode."""
 
 import os
 from typing import Any
@@ -48,8 +48,8 @@ def check_shapes(m: AttentionMetadata) -> None:
 
 
 def check_call(call: Any, num_tokens: int) -> None:
-    """Raise ValueError for an AttentionCall whose tensors are not what its layer, its pool and a plan of `num_tokens`
-    take: kernels would read and write past the plan's end."""
+    """Raise ValueError for an AttentionCall whose tensors do not fit its layer, its pool and a plan of `num_tokens`:
+    kernels would read and write out of bounds."""
     layer, like = call.layer, call.pool.k[call.layer_id]
     if call.q.shape[0] != num_tokens:
         raise ValueError(f"q of layer {call.layer_id} has {call.q.shape[0]} tokens, the forward's plan {num_tokens}")

@@ -2,8 +2,8 @@
 
 Dynamo sees one opaque node each, with no mutation; CUDA graphs capture them, since their buffers are registered once,
 when an engine is attached, and never afterwards. An element is summed in one order, so results are bitwise equal on all
-ranks. Small sums are one kernel of ours over symmetric memory, larger ones torch's two-shot kernel; NCCL, or gloo on
-CPUs, does what they do not take.
+ranks. Small sums run our one-shot kernel over symmetric memory, larger ones torch's two-shot kernel; NCCL, or gloo on
+CPUs, runs everything else.
 """
 
 import os
@@ -19,22 +19,22 @@ import torch.distributed as dist
 from specdec.backends.library import LIBRARY, define_op
 
 PUSHED_BYTES = 2 << 20  # up to here our kernel is the fastest, on two H200s (results/all-reduce_2-ranks)
-TWO_SHOT_BYTES = 16 << 20  # up to here the two-shot kernel is, of what is left
+TWO_SHOT_BYTES = 16 << 20  # up to here the two-shot kernel is the fastest of the others
 TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
-ALIGNMENT = 16  # bytes, of what a kernel of torch sums, a rank
+ALIGNMENT = 16  # bytes, per rank, of tensors that torch's kernel sums
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
-RELEASE_S = 20.0  # until what waits for a rank that is gone must have ended
-LOST = 70  # exit status of a process whose device waits for a rank that is gone, and cannot be freed
+RELEASE_S = 20.0  # time limit for kernels to end that wait for a lost rank
+LOST = 70  # exit status of a process whose device waits for a lost rank, and cannot be freed
 Fields = TypeVar("Fields", bound=tuple[torch.Tensor, ...])
-_COMMUNICATORS: dict[str, list["Communicator"]] = {}  # by name of process group, as ops find them: the last made
+_COMMUNICATORS: dict[str, list["Communicator"]] = {}  # by name of process group; ops use the last one
 
 
 class Communicator:
     """The collectives of one process group, on one device; used by one stream at a time.
 
-    rank, size: of this process, and of the group. name: the group's, equal on all ranks: ops take it. shared: memory
-    that all ranks can reach, None if there is none. wait: waits until what it is given returns True; set by who can
-    tell that a rank is gone. Every rank makes one at the same point.
+    rank, size: of this process, and of the group. name: the group's, equal on all ranks, which ops take. shared:
+    symmetric memory of all ranks, None if there is none. wait: waits until a callable returns True; set by code that
+    detects lost ranks. Every rank must create one at the same point.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -71,7 +71,7 @@ class Communicator:
         return out
 
     def _run(self, collective: Callable[..., Any], *args: torch.Tensor, **options: Any) -> None:
-        """Run a collective; a device queues it, a CPU waits for it."""
+        """Run a collective: queued on a GPU, awaited on a CPU."""
         self._require_ranks()
         if self.device.type == "cuda" or self.wait is None:
             collective(*args, group=self.group, **options)
@@ -81,18 +81,18 @@ class Communicator:
         work.wait()  # raises what went wrong
 
     def settle(self) -> None:
-        """Wait until the device has done what it was given so far, as `wait` does."""
+        """Wait, by `wait`, until the device has finished all work queued so far."""
         if self.device.type == "cuda" and self.wait is not None:
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.device))
             self.wait(done.query)
 
     def give_up(self, why: str) -> None:
-        """A rank is gone: let what waits for it on the device come to an end, with void results.
+        """End all kernels that wait for a lost rank; their results are invalid.
 
-        Every later collective is a RuntimeError; the process group is of no use any more. Where the device cannot be
-        freed, as when a kernel is being loaded into it, the process ends, with `why` on stderr and the status LOST. A
-        second call does nothing.
+        Every later collective raises RuntimeError; the process group cannot be used any more. If the device cannot be
+        freed, such as while a kernel is being loaded, the process exits with status LOST and `why` on stderr. A second
+        call does nothing.
         """
         if self._is_given_up.is_set():
             return
@@ -101,7 +101,7 @@ class Communicator:
             threading.Thread(target=self._release, args=(why,), name="specdec-release", daemon=True).start()
 
     def close(self) -> None:
-        """Take it from the ops' sight. Its bytes live as long as it does: a last round may be running."""
+        """Unregister it from the ops. Its memory lives as long as the object, since a last round may be running."""
         made = _COMMUNICATORS.get(self.name, [])
         if self in made:
             made.remove(self)
@@ -113,7 +113,7 @@ class Communicator:
             raise dist.DistBackendError(f"the ranks of {self.name!r} were given up: one of them failed or is gone")
 
     def _release(self, why: str) -> None:
-        """End the kernels that wait, or the process."""
+        """End the waiting kernels, or else the process."""
         done = threading.Event()
 
         def drain() -> None:
@@ -129,7 +129,7 @@ class Communicator:
             while self.shared is not None and not done.is_set():
                 self.shared.play_the_others()
 
-        for part in (play_the_others, abort, drain):  # each may wait for the device
+        for part in (play_the_others, abort, drain):  # each may block on the device
             threading.Thread(target=part, name=f"specdec-{part.__name__}", daemon=True).start()
         if not done.wait(RELEASE_S):
             sys.stderr.write(f"specdec: {why}. The device waits for it and cannot be freed: this process ends\n")
@@ -138,7 +138,7 @@ class Communicator:
 
 
 class _SharedMemory:
-    """Memory on each rank's device that all ranks of a group can reach, and the sums over it."""
+    """Symmetric memory, on each rank's device and mapped on all ranks of a group, and the sums over it."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         from torch.distributed import _symmetric_memory as symmetric
@@ -160,22 +160,22 @@ class _SharedMemory:
         self._rank, self._stream = rank, torch.cuda.Stream(device)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Return whether torch's kernel sums `x`."""
+        """Return whether torch's two-shot kernel supports `x`."""
         is_aligned = x.nbytes > 0 and x.nbytes % (ALIGNMENT * len(self._pads)) == 0
         return x.nbytes <= TWO_SHOT_BYTES and is_aligned and x.dtype in TWO_SHOT_DTYPES
 
     def two_shot(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the sum of all ranks' x: each sums one part, in the order of ranks, and collects those of others."""
+        """Return the sum of all ranks' x: each rank sums one part, in the order of ranks, and gathers the others'."""
         shared = self._two_shot[: x.nbytes].view(x.dtype).view(x.shape)
         shared.copy_(x)
         torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
         return shared.clone()
 
     def play_the_others(self) -> None:
-        """Free kernels that wait for another rank, once: by copies, since no kernel may be loaded now.
+        """Free kernels that wait for other ranks, once, by writing the others' flags: copies, as no kernel can load now.
 
-        Torch's wait until a flag that they set there is taken away, and take away one that another sets here; ours
-        wait until the others have sent as many parts as they have.
+        Torch's kernels wait until a flag that they set on another rank is cleared, and clear one that another rank sets
+        here; ours wait until the other ranks have sent as many parts as this one.
         """
         with torch.cuda.stream(self._stream):
             self.pushed.flags.copy_(self._most)
@@ -185,10 +185,10 @@ class _SharedMemory:
 
 
 def _shared_memory(group: dist.ProcessGroup, device: torch.device) -> _SharedMemory | None:
-    """Return memory that all ranks of `group` can reach; None without Triton or peer access."""
+    """Return symmetric memory of `group`; None without Triton or peer access."""
     if device.type != "cuda":
         return None
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not every machine has it in order
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # broken on some machines
     found = None
     with suppress(ImportError, RuntimeError):  # no Triton, no peer access, another version of torch
         found = _SharedMemory(group, device)
@@ -218,7 +218,7 @@ def _no_gradient(*_: Any) -> None:
     raise RuntimeError("no gradient passes a tensor-parallel layer while an engine is attached; detach() first")
 
 
-_OPS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {  # schemas: what runs, and its fake
+_OPS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {  # by schema: implementation and fake
     "all_reduce(Tensor x, str group) -> Tensor": (lambda x, group: _of(group).all_reduce(x), _same),
     "all_gather(Tensor x, int size, str group) -> Tensor": (lambda x, size, group: _of(group).all_gather(x), _gathered),
     "broadcast(Tensor x, str group) -> Tensor": (lambda x, group: _of(group).broadcast(x), _same),
@@ -249,8 +249,8 @@ def broadcast(x: torch.Tensor, group: str) -> torch.Tensor:
 def agreed(group: str, fields: Fields) -> Fields:
     """Return rank 0's `fields`, a NamedTuple of tensors [n, ...], int64 or bool; group: "" for a single process.
 
-    Ranks compute the same from equal sums, but nothing proves that every product of a replicated draft picks one
-    algorithm on all of them. With one broadcast of a tree and one of a verdict, only K/V can differ, in the last bits.
+    Ranks compute the same from equal sums, but libraries may choose another algorithm for a product of a replicated
+    draft on some rank. With a broadcast of each tree and each verification, only K/V can differ, in the last bits.
     """
     if not group:
         return fields

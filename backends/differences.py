@@ -1,7 +1,7 @@
-"""Compares two ways to compute the same: kernels with their torch twins, whole models with other routes through them.
+"""Compares two computations of the same: kernels with their torch twins, whole models with other implementations.
 
-Two ways to compute one model in 16 bits differ by what rounding grows to through its layers, which depends on the model
-and on the batch. So a model is run once more with small disturbances, and `bound` allows what those moved.
+Two computations of one model in 16 bits differ by rounding errors that its layers amplify, depending on the model and
+on the batch. So a model is run once more with small disturbances, and `bound` depends on the change that they caused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 import torch
 
-# By the dtype of results, in the shares that `largest_difference` and `distance` return. Rounding to 16 bits moves an
-# element by half an eps of it; what is rounded before (weights of keys, parts of split keys, a product before its
-# bias) by as much each time, and the largest of thousands by 5 times the average: 1 to 3 eps in all. Allowed are 6 of
-# bf16 and 10 of fp16. Kernels in fp32, in IEEE or three passes of TF32, stay below 1e-4 after hundreds of tokens. A
-# wrong tile is off by about 1.
+# Relative errors, as `largest_difference` and `distance` return them, by dtype of results. Rounding to 16 bits changes
+# an element by up to half an eps; each intermediate rounding (softmax weights, split-KV parts, a product before its
+# bias) adds as much, and the largest of thousands of errors is 5 times the average: 1 to 3 eps in all. Allowed are 6
+# eps of bf16 and 10 of fp16. Kernels in fp32, IEEE or three passes of TF32, stay below 1e-4 after hundreds of tokens.
+# A wrong tile has an error of about 1.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-TIMES_DISTURBED = 6.0  # of what one disturbance a layer moves: kernels round several times in each
-MOST = 0.5  # of the norm, whatever the model; unrelated tensors differ by 1.4
-SEED = 1  # of inputs, from generators of their own: the global ones stay where they are
+TIMES_DISTURBED = 6.0  # times the effect of one disturbance per layer: kernels round several times in each
+MOST = 0.5  # of the norm, for any model; unrelated tensors differ by 1.4
+SEED = 1  # of inputs, from separate generators: the global ones stay unchanged
 
 
 class Answer(NamedTuple):
-    """The result of one call, and its name; value: [N, ...], of N tokens, or rows of state."""
+    """The result of one call, and its name; value: [N, ...], N tokens or rows of state."""
 
     what: str
     value: torch.Tensor
@@ -37,7 +37,7 @@ class Check:
     theirs: Callable[[], Sequence[Answer]]
 
     def problems(self) -> list[str]:
-        """Run both; say where they differ by more than rounding. Waits for the device."""
+        """Run both; describe results that differ by more than rounding. Waits for the device."""
         return [
             f"{self.subject}: {what} differs from its torch twin by {error:.1e} of its size (allowed: {allowed:.1e})"
             for what, error, allowed in self.errors()
@@ -45,7 +45,7 @@ class Check:
         ]
 
     def errors(self) -> Iterator[tuple[str, float, float]]:
-        """Run both; yield of each call its name, the largest difference, and what is allowed."""
+        """Run both; yield each call's name, largest difference, and allowed difference."""
         ours, theirs = self.ours(), self.theirs()
         pairs = list(zip(ours, theirs, strict=True))
         errors = [largest_difference(a.value, b.value) for a, b in pairs]
@@ -55,10 +55,10 @@ class Check:
 
 
 def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Return the largest difference of an element of [N, ...], [] fp32: in shares of it, or of what elements of its
-    token are on average (their root mean square), if that is more.
+    """Return the largest relative difference of an element of [N, ...], [] fp32: relative to the element or to the root
+    mean square of its token's elements, whichever is larger.
 
-    Where both are the same infinity, or NaN, as of damaged weights, there is none.
+    Equal infinities, and NaN in both, count as no difference: weights may be damaged.
     """
     a, b = ours.float().flatten(1), theirs.float().flatten(1)
     usual = b.nan_to_num(0, 0, 0).square().mean(1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
@@ -67,16 +67,17 @@ def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor
 
 
 def allowed(dtype: torch.dtype, device: torch.device) -> float:
-    """Return how far results in `dtype` may be from their twin's, whose products the user may have put on TF32."""
+    """Return the difference allowed of results in `dtype` from their twin's, whose products may run in TF32 by a torch
+    setting."""
     is_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return max(TOLERANCE[dtype], TOLERANCE[torch.bfloat16] if is_tf32 else 0.0)
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the difference of [rows, ...], in shares of the norm: the rows' median, as rounding can flip an expert.
+    """Return the difference of [rows, ...] relative to the norm: the median of rows, since rounding can flip an expert.
 
-    Rows that are zero in both have no norm and are left out: a token whose embedding is zero stays so through layers
-    without biases. Where nothing is left, it is 0.
+    Rows that are zero in both are skipped: a token with a zero embedding stays zero through layers without biases. If
+    no row is left, the result is 0.
     """
     off, norm = (ours.double() - theirs.double()).norm(dim=-1), theirs.double().norm(dim=-1)
     shares = (off / norm)[(off != 0) | (norm != 0)]
@@ -84,11 +85,11 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def bound(dtype: torch.dtype, moved: float = 0.0) -> float:
-    """Return the `distance` that results in `dtype` may have, if a disturbance moves them by `moved`."""
+    """Return the allowed `distance` of results in `dtype`, if a disturbance changes them by `moved`."""
     return max(TOLERANCE[dtype], min(MOST, TIMES_DISTURBED * moved))
 
 
 def disturb(x: torch.Tensor, unit: float | None = None) -> torch.Tensor:
-    """Return x with half of its elements smaller by `unit`, relative; None: by their last bit."""
+    """Return x with half of its elements reduced by a factor of 1 - `unit`; None: by half an eps."""
     is_lowered = torch.arange(x.numel(), device=x.device, dtype=torch.float32).mul(2.4).sin().view(x.shape) > 0
     return torch.where(is_lowered, x * (1 - (torch.finfo(x.dtype).eps / 2 if unit is None else unit)), x)

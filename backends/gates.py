@@ -1,4 +1,4 @@
-"""Gates of MLPs and experts: an activation of one half of a product, times the other half."""
+"""Gates of MLPs and experts: the activation of one half of a product, times the other half."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +13,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxy
 
 
 def swigluoai(product: torch.Tensor) -> torch.Tensor:
-    """Return the gate of GPT-OSS, whose columns take turns: gate, up. Traces are compared with this expression."""
+    """Return the gate of GPT-OSS, whose gate and up columns alternate. Traces are compared with this expression."""
     gate, up = product[..., ::2], product[..., 1::2]
     gate = gate.clamp(min=None, max=7.0)
     up = up.clamp(min=-7.0, max=7.0)

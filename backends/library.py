@@ -12,7 +12,7 @@ import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # that most kernels take
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # supported by most kernels
 LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 RUN: dict[str, Callable[..., Any]] = {}  # implementation of each op, by name
 
@@ -96,7 +96,7 @@ class Scope(Generic[T]):
         return self._current.get(None)
 
     def get(self) -> T:
-        """Return this thread's scope; RuntimeError where there is none."""
+        """Return this thread's scope; RuntimeError if there is none."""
         scope = self._current.get(None)
         if scope is None:
             raise RuntimeError(

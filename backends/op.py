@@ -94,7 +94,7 @@ class ForwardContext:
         self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: AnyRope | None, slots: torch.Tensor | None = None
     ) -> None:
         """Store k and v in the slots of the planned forward, or in `slots` [T] int64."""
-        q = k[:, :1]  # rotated beside k and read by nobody
+        q = k[:, :1]  # rotated with k, but unused
         call = self.call(q, k, v, q, layer_id, rope)
         self.backend.store(call, self.backend.planned.out_cache_loc if slots is None else slots)
 
@@ -179,7 +179,7 @@ def forward_context(
     context.on_forward(metadata.mode)
     context.backend.plan(metadata)
     scope = _PaddedScope(context, {}, before) if metadata.is_packed else context
-    # Adapters are told by token, so with them all rows are run.
+    # Adapters are given per token of the whole forward, so all rows run with them.
     reading = _READ.within(metadata.read_rows if context.adapters is None else None)
     with attention_scope(scope), context.recurrent(metadata), context.adapted(metadata), reading:
         yield

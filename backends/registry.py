@@ -47,8 +47,8 @@ def compiling_kernels(
 ) -> AbstractContextManager[Callable[[], int]] | None:
     """Return a context in which kernels are compiled in parallel, and not launched; see `backends.triton.launch.ahead`.
 
-    None where that cannot be, or does not pay: not all `backends` rehearse, SPECDEC_AHEAD=0 says that launches compile,
-    or `attach` knows that Triton's cache has the kernels.
+    None if that is impossible or does not pay: not all `backends` rehearse, SPECDEC_AHEAD=0 turns it off, or `attach`
+    knows that Triton's cache has the kernels.
     """
     if device.type != "cuda" or os.environ.get("SPECDEC_AHEAD") == "0" or not all(b.rehearses for b in backends):
         return None
@@ -63,7 +63,7 @@ def pick_backend(
 ) -> tuple[type[AttentionBackend], str]:
     """Return the backend class for `name` and why it was picked.
 
-    "auto" takes on CUDA the first that can run the model of: Triton with FlashInfer for long prefills, if FlashInfer's
+    On CUDA, "auto" picks the first that can run the model: Triton with FlashInfer for long prefills, if FlashInfer's
     kernels are compiled already; Triton; torch.
     Raises ValueError for an unknown name and AttachError, with every unmet need, if none can run the model.
     """
@@ -100,7 +100,7 @@ def _why(asked: str, picked: str, against: Sequence[str]) -> str:
 
 
 def pick_recurrent(capabilities: Capabilities) -> RecurrentOps:
-    """The set that goes with a backend that can do `capabilities`."""
+    """Return the operations of recurrent layers for a backend with `capabilities`."""
     if not capabilities.fused_ops:
         return TORCH_RECURRENT
     from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT

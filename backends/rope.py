@@ -1,5 +1,5 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Llama: the specification of what
-backends do when the caller passes the tables with un-rotated queries and keys; and the op that makes them."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Llama: the specification for
+backends, which rotate q and k if the caller passes tables; and the op that makes the tables."""
 
 import torch
 
@@ -24,7 +24,7 @@ def rotate(x: torch.Tensor, rope: AnyRope) -> torch.Tensor:
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, rope: AnyRope) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and k [T, heads, dim] normed, where `rope` has norms, and rotated."""
+    """Return q and k [T, heads, dim], normed if `rope` has norms, and rotated."""
     if isinstance(rope, NormedRope):
         of_q, of_k, eps, offset, is_late = rope.norms
         q, k = (rms_norm.twin(x, w, eps, offset, is_late) for x, w in ((q, of_q), (k, of_k)))
@@ -45,7 +45,7 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin [..., F] of positions [...] int64 times frequencies [F], times `scale`, rounded to `dtype`.
 
-    is_doubled: [..., 2F], twice the same one after another.
+    is_doubled: [..., 2F], the F columns twice.
     """
     angles = positions.unsqueeze(-1).float() * frequencies.float()
     angles = torch.cat([angles, angles], -1) if is_doubled else angles

@@ -1,4 +1,4 @@
-"""A tree of nodes as a forward gets it, for checks of kernels."""
+"""A tree in the form that forwards take, for checks of kernels."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Tail(NamedTuple):
-    """Nodes of a forward, and words of 64 bits that name their ancestors; 0: a chain."""
+    """The number of nodes of a forward, and of 64-bit words of ancestor bits per node; 0: a chain."""
 
     num_nodes: int
     num_words: int
@@ -34,5 +34,5 @@ def sample_tree(tail: Tail, device: torch.device) -> SampleTree:
 
 
 def _word(bits: list[int]) -> int:
-    """Return the int64 with these bits set; the last one is the sign."""
+    """Return the int64 with these bits set; bit 63 is the sign."""
     return sum(1 << n for n in bits) - (1 << 64 if 63 in bits else 0)

@@ -1,8 +1,8 @@
 """Attention in plain torch: the reference every other backend is compared to. CPU and CUDA, exact in fp32.
 
-K/V of prefix and tail are gathered into a dense [bs, kv] block and attended under one boolean mask. Positions the
-request does not own (past its prefix, in a block as wide as the longest request's) read the request's own first
-tail slot instead, so that a poisoned pool slot can never reach a product.
+K/V of prefix and tail are gathered into a dense [bs, kv] block and attended under one boolean mask. Positions that a
+request does not own (past its prefix, in a block as wide as the longest request's) read the request's own first tail
+slot instead, so that NaN in a pool slot never reaches another request's product.
 """
 
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ from specdec.core.batch import AttentionMetadata, ForwardMode
 
 @dataclass
 class _Plan:
-    """kv_slots [bs, kv] int64; mask [bs, q, kv] bool; q_pos [bs, q], k_pos [bs, kv] int64; pad [bs, q] int64 rows
-    of the packed batch, for ragged prefill only; unpad [T] int64, its inverse."""
+    """kv_slots [bs, kv] int64; mask [bs, q, kv] bool; q_pos [bs, q], k_pos [bs, kv] int64; pad [bs, q] int64: rows of
+    the packed batch, for prefills only; unpad [T] int64: its inverse."""
 
     kv_slots: torch.Tensor
     mask: torch.Tensor
@@ -30,7 +30,7 @@ class _Plan:
     near: dict[tuple[int | None, int | None], torch.Tensor] = field(default_factory=dict)
 
     def mask_for(self, layer: LayerSpec) -> torch.Tensor:
-        """The mask of `layer`, made once a forward for all with its window and chunk."""
+        """Return the mask of `layer`, made once per forward for all layers with its window and chunk."""
         if layer.sees_all:
             return self.mask
         key = layer.window, layer.chunk
@@ -39,7 +39,7 @@ class _Plan:
         return self.near[key]
 
     def _first_visible(self, layer: LayerSpec) -> torch.Tensor:
-        """The first position that each query sees, [bs, q]; 0 or less: all."""
+        """Return the first position that each query sees, [bs, q]; 0 or less: all."""
         q_pos = self.q_pos
         first = torch.zeros_like(q_pos) if layer.window is None else q_pos - layer.window + 1
         return first if layer.chunk is None else torch.maximum(first, q_pos - q_pos % layer.chunk)
@@ -70,7 +70,7 @@ class TorchBackend(AttentionBackend):
         tail_index = torch.arange(m.tail_len, device=device)
         prefix_index = torch.arange(m.max_prefix, device=device)
         tail_slots = slots_at(m.slot_table, m.rows, prefix + tail_index)
-        if m.mode is ForwardMode.EXTEND:  # a shorter request owns no slots out there
+        if m.mode is ForwardMode.EXTEND:  # a shorter request owns no slots past its tokens
             owned = tail_index < m.qo_indptr.diff().unsqueeze(1)
             tail_slots = torch.where(owned, tail_slots, tail_slots[:, :1])
         in_prefix = prefix_index < prefix  # [bs, max_prefix]
@@ -112,8 +112,8 @@ class TorchBackend(AttentionBackend):
 
 
 def _ragged_rows(m: AttentionMetadata, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Index maps between the packed batch and [bs, q_len]; padding repeats a request's last row and is dropped, and
-    padding of the packed batch takes some request's."""
+    """Return index maps between the packed batch and [bs, q_len]: padding of [bs, q_len] repeats a request's last row
+    and is dropped; padding of the packed batch takes a row of some request."""
     if m.mode is not ForwardMode.EXTEND:
         return None, None
     lens, starts = m.qo_indptr.diff().long(), m.qo_indptr[:-1].long()
@@ -127,9 +127,9 @@ def _ragged_rows(m: AttentionMetadata, device: torch.device) -> tuple[torch.Tens
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: LayerSpec, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """q [bs, q, Hq, qk_dim], k/v [bs, Hkv, kv, dim], mask [bs, q, kv] bool: [bs, q, Hq, v_dim].
+    """Return attention [bs, q, Hq, v_dim] of q [bs, q, Hq, qk_dim], k/v [bs, Hkv, kv, dim], mask [bs, q, kv] bool.
 
-    Query heads of one KV head are laid side by side as further queries, so K/V are never repeated.
+    Query heads of one KV head become additional queries, so K/V are never repeated.
     """
     q_len, group = q.shape[1], q.shape[2] // layer.num_kv_heads
     grouped = q.unflatten(2, (layer.num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)

@@ -7,11 +7,11 @@ import torch
 from specdec.backends import experts
 from specdec.backends.differences import SEED, Answer, Check
 
-FEW = 4  # experts that have all rows, since the twin takes one at a time, and a copy in fp32
+FEW = 4  # experts that get all rows, since the twin runs them one by one, on copies in fp32
 NUM_TOKENS = 64
 PER_TOKEN = 8  # experts of the first check, of one token
-AVERAGES = (1, 16, 48, 96)  # rows of all experts, each, of the others: they decide which tile the kernel takes
-COLUMNS = 256  # of a weight: a program has no more
+AVERAGES = (1, 16, 48, 96)  # rows per expert of the other checks: the kernel chooses its tile by them
+COLUMNS = 256  # of a weight: the most per program
 TWIN = experts.grouped_linear.twin
 
 
@@ -32,7 +32,7 @@ def _answers(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: boo
     num_experts, num_features, dtype = weight.shape[0], weight.shape[1 if is_transposed else 2], weight.dtype
     random = torch.Generator(weight.device).manual_seed(SEED)
     chosen = torch.linspace(0, num_experts - 1, min(FEW, num_experts), device=weight.device).long()
-    names = torch.cat([chosen, chosen.new_tensor([num_experts])])  # the last one is none
+    names = torch.cat([chosen, chosen.new_tensor([num_experts])])  # the last one is no expert
     if is_twin:
         weight, bias = weight[chosen].float(), None if bias is None else bias[chosen].float()
     product = TWIN if is_twin else experts.grouped_linear

@@ -13,8 +13,8 @@ from specdec.backends.linear.packed import BLOCK, NUM_WORDS
 
 GROUP = 32  # features that share an exponent
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the fourth bit is the sign (OCP Microscaling, table 5)
-# Where a half word keeps its four elements: j, the bits of sign, exponent and mantissa in bf16, and by how many bits
-# they are rotated to the left, in both halves together. A rotation back and a mask unpack them; the last has two parts.
+# Layout of the four elements of a half word: j, the bits of sign, exponent and mantissa in bf16, and their rotation to
+# the left in bits, of the whole word. Rotating back and masking unpacks them; the last element has two parts.
 PLACES = ((0, 0x81C0, 0), (1, 0x81C0, 6), (2, 0x81C0, 28), (3, 0x80C0, 26), (3, 0x0100, 2))
 OFFSET, LARGEST = 126, 128  # added to stored exponents; the largest stored exponent that our kernel supports
 
@@ -105,8 +105,8 @@ def _rotated(words: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _codes(words: torch.Tensor) -> torch.Tensor:
-    """Return the codes [N, 128 * B] of e2m1 that words [B, N, 16] have."""
-    halves = words.new_zeros(*words.shape[:2], 4, NUM_WORDS // 2, 2, 2)  # of j, i, q, and the two of a word
+    """Return the e2m1 codes [N, 128 * B] of words [B, N, 16]."""
+    halves = words.new_zeros(*words.shape[:2], 4, NUM_WORDS // 2, 2, 2)  # by j, i, q, and the two elements of a word
     for j, bits, by in PLACES:
         pair = _rotated(words, -by % 32)
         halves[:, :, j] |= torch.stack([pair & bits, pair >> 16 & bits], -1).view_as(halves[:, :, j])

@@ -1,6 +1,6 @@
-"""The two backends that use FlashInfer: all paths on it, or only the prefills that it runs faster than Triton.
+"""The two backends that use FlashInfer: for all paths, or only for prefills that it runs faster than Triton.
 
-Storing K and V, placement and the round's other operations are Triton's in both.
+Both use Triton to store K and V, for placement and for the round's other operations.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ from specdec.core.errors import AttachError
 
 FA3_GAINS = frozenset({128, 256})  # head dims
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
-# Multiplications and additions of a layer's attention from which FA3 is faster than Triton's kernel: 2,000 new tokens
-# of an 8B model. Each of its blocks takes a whole tile of one head through all keys: fewer leave multiprocessors idle.
-# With heads of 64 it gains a tenth, which its dearer launches take back.
+# FLOPs of a layer's attention from which FA3 is faster than Triton's kernel: 2,000 new tokens of an 8B model. Each of
+# its blocks runs a whole tile of one head over all keys, so fewer tokens leave multiprocessors idle. With heads of 64
+# it gains a tenth, which its costlier launches offset.
 MIN_PREFILL_FLOPS = 3e10
 
 
@@ -43,7 +43,7 @@ class FlashInferBackend(TritonBackend):
     """Every path on FlashInfer's kernels; its tables are written inside our graphs, see `tables`."""
 
     name = "flashinfer"
-    rehearses = False  # it attends by tables that kernels write
+    rehearses = False  # attention reads tables that kernels write
     capabilities = replace(
         TritonBackend.capabilities,
         packed_prefill=False,
@@ -62,7 +62,8 @@ class FlashInferBackend(TritonBackend):
     def prepare_for(
         self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
     ) -> None:
-        """Build and load the kernels, and check them; AttachError names results that are not the torch backend's."""
+        """Build and load the kernels, and check them; AttachError names results that differ from the torch backend's.
+        """
         kernels = kernels_for(layers, dtype, device, mask_words)
         build(kernels)
         modules = load(kernels)
@@ -91,14 +92,14 @@ class FlashInferBackend(TritonBackend):
 
 
 class MixedBackend(TritonBackend):
-    """Triton, but for the attention of long prefills, which FlashInfer's Hopper kernel runs faster."""
+    """Triton, except for the attention of long prefills, which FlashInfer's Hopper kernel runs faster."""
 
     name = "triton+flashinfer"
     min_prefill_flops = MIN_PREFILL_FLOPS
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
-        problem = _device_problem(device)  # FlashInfer, which takes seconds to import, is asked for only if it is used
+        problem = _device_problem(device)  # FlashInfer takes seconds to import, so only `prepare_for` imports it
         if problem is None and not has_fa3(device):
             problem = f"its prefill kernel is for compute capability 9.0, not for {torch.cuda.get_device_name(device)}"
         return problem
@@ -113,7 +114,7 @@ class MixedBackend(TritonBackend):
             if not missing:
                 cls().prepare_for(layers, dtype, device)
                 return None
-        except Exception as error:  # whatever is wrong with another library is no reason not to attach
+        except Exception as error:  # problems of an optional library must not prevent attaching
             return f"FlashInfer is installed, but: {type(error).__name__}: {error}"
         begin = _from_tokens([s for s in layers if _fits_fa3(s, dtype)])
         return (
@@ -124,7 +125,7 @@ class MixedBackend(TritonBackend):
     def prepare_for(
         self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
     ) -> None:
-        """Build and load the prefill kernel, and check it; AttachError if it is not what is expected."""
+        """Build and load the prefill kernel, and check it; AttachError if its results are wrong."""
         taken = [s for s in layers if _fits_fa3(s, dtype)]
         kernels = _fa3_kernels(taken, dtype)
         if kernels:
@@ -181,7 +182,7 @@ def _device_problem(device: torch.device) -> str | None:
 
 
 def prefill_flops(m: AttentionMetadata, layer: LayerSpec) -> float:
-    """Multiplications and additions of the attention of one layer of a prefill, over the keys that are visible."""
+    """Return the FLOPs of one layer's attention in a prefill, over visible keys."""
     assert m.starts is not None and m.q_lens is not None, "a prefill knows its lengths on the host"
     window = layer.window or m.slot_table.shape[1]
     pairs = sum(n * min(start + n / 2, window) for start, n in zip(m.starts, m.q_lens, strict=True))
@@ -189,14 +190,14 @@ def prefill_flops(m: AttentionMetadata, layer: LayerSpec) -> float:
 
 
 def _from_tokens(layers: Sequence[LayerSpec]) -> str:
-    """From how many tokens of one new prompt on FA3 runs a layer, in words."""
+    """Describe from how many tokens of one new prompt on FA3 runs a layer."""
     widest = max(layers, key=lambda s: s.num_heads * s.qk_dim)
     tokens = (MIN_PREFILL_FLOPS / (widest.num_heads * (widest.qk_dim + widest.v_dim))) ** 0.5
     return f"from about {round(tokens, -2):.0f} tokens on"
 
 
 def _fits_fa3(layer: LayerSpec, dtype: torch.dtype) -> bool:
-    """Return whether FlashInfer's Hopper kernel runs a layer's prefills, and gains by it if they are long."""
+    """Return whether FlashInfer's Hopper kernel supports a layer's prefills, and is faster for long ones."""
     is_plain = not layer.has_sinks and layer.v_dim == layer.qk_dim
     return dtype in _DTYPES and layer.qk_dim in FA3_GAINS and is_plain
 

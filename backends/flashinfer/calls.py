@@ -1,8 +1,8 @@
 """The argument lists of FlashInfer's modules: `paged_run` of each family, over pages of one KV slot.
 
-Page lists are slot numbers; a pool [num_slots, Hkv, d] is seen as pages [num_slots, 1, Hkv, d]. Everything that a call
-does not use is None, 0 or 1. Programmatic dependent launch stays off: the kernels read their tables before they wait
-for the kernel before them, which in our graphs is the one that writes the tables.
+Page lists are slot numbers; a pool [num_slots, Hkv, d] is viewed as pages [num_slots, 1, Hkv, d]. Unused arguments are
+None, 0 or 1. Programmatic dependent launch stays off: the kernels read their tables before they wait for the previous
+kernel, which in our graphs is the one that writes the tables.
 """
 
 from typing import Any, NamedTuple
@@ -36,14 +36,14 @@ class Paged(NamedTuple):
 
 
 def run_fa2(module: Any, paged: Paged, call: AttentionCall) -> None:
-    """FlashInfer's own FA2 kernel: chains and prefills."""
+    """Run FlashInfer's own FA2 kernel, for chains and prefills."""
     rope_scale = rope_theta = 1.0
     unused = (None,) * 8  # custom mask, ALiBi, items, scales of 4-bit caches
     _run(module, paged, call, *unused, call.layer.softcap or 0.0, call.layer.scaling, rope_scale, rope_theta, 0)
 
 
 def run_fa3(module: Any, paged: Paged, call: AttentionCall) -> None:
-    """FlashInfer's Hopper kernel, for prefills."""
+    """Run FlashInfer's Hopper kernel (FA3), for prefills."""
     unused, v_scale = (None,) * 4, 1.0
     _run(module, paged, call, *unused, call.layer.softcap or 0.0, call.layer.scaling, v_scale, 0)
 
@@ -56,7 +56,7 @@ def run_variant(
     ancestor_bits: torch.Tensor | None,
     tail_positions: torch.Tensor | None,
 ) -> None:
-    """FA2 with our variants: trees, of one word of ancestor bits or more, and layers with sinks."""
+    """Run FA2 with one of our variants, for trees, with one or more words of ancestor bits, and layers with sinks."""
     layer, sinks = call.layer, call.sinks
     sinks = None if sinks is None else sinks.to(call.q.dtype)
     scalars: tuple[float, ...] = (layer.scaling, layer.softcap or 0.0, tail_len, layer.window or 0)

@@ -1,6 +1,6 @@
 """FlashInfer's compiled modules: which ones layers need, whether they are built, building and loading them.
 
-`import flashinfer` happens inside functions: it is optional, makes its cache folder and asks the GPU.
+`import flashinfer` happens inside functions: it is optional, creates its cache folder and queries the GPU.
 """
 
 import os
@@ -18,7 +18,7 @@ from specdec.backends.base import LayerSpec
 from specdec.backends.flashinfer.variant import variant
 from specdec.core.errors import AttachError
 
-SUPPORTED = ("0.6.18.post1",)  # whose plan `tables` writes
+SUPPORTED = ("0.6.18.post1",)  # `tables` writes the plans of this version
 HEAD_DIMS = frozenset({64, 128, 256})
 C_TYPES = {torch.bfloat16: "nv_bfloat16", torch.float16: "half"}
 
@@ -55,13 +55,13 @@ def import_problem() -> str | None:
     """Return why an installed FlashInfer does not import; None if it does."""
     try:
         import flashinfer.jit.attention.modules  # noqa: F401
-    except Exception as error:  # it asks drivers and makes folders on import: anything can go wrong
+    except Exception as error:  # the import queries drivers and creates folders: anything can go wrong
         return f"flashinfer does not import: {type(error).__name__}: {error}"
     return None
 
 
 def kernel_for(family: str, layer: LayerSpec, dtype: torch.dtype) -> Kernel:
-    """The module of a family that runs `layer`."""
+    """Return the module of a family that runs `layer`."""
     return Kernel(family, dtype, layer.qk_dim, layer.window is not None, layer.softcap is not None)
 
 
@@ -71,14 +71,15 @@ def has_fa3(device: torch.device) -> bool:
 
 
 def uniform_family(layer: LayerSpec, mask_words: int) -> str:
-    """The family that runs a layer of decode-shaped forwards with so many words of ancestor bits, 0 for a chain."""
+    """Return the family that runs a layer in decode-shaped forwards; mask_words: words of ancestor bits, 0 for a chain.
+    """
     if mask_words > 1:
         return "wide"
     return "tree" if mask_words or layer.has_sinks else "fa2"
 
 
 def prefill_family(layer: LayerSpec, device: torch.device) -> str:
-    """The family that runs a layer of prefills."""
+    """Return the family that runs a layer in prefills."""
     if layer.has_sinks:
         return "tree"
     return "fa3" if has_fa3(device) else "fa2"
@@ -87,7 +88,7 @@ def prefill_family(layer: LayerSpec, device: torch.device) -> str:
 def kernels_for(
     layers: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
 ) -> list[Kernel]:
-    """The modules that run `layers` on every path, in the order in which layers first need them."""
+    """Return the modules that run `layers` on every path, in the order in which layers first need them."""
     families = [
         (layer, family)
         for layer in layers
@@ -98,7 +99,7 @@ def kernels_for(
 
 
 def spec_of(kernel: Kernel) -> Any:
-    """FlashInfer's JitSpec of a kernel; its sources are written, nothing is compiled."""
+    """Return FlashInfer's JitSpec of a kernel; writes its sources, compiles nothing."""
     from flashinfer.jit.attention.modules import gen_batch_prefill_module, gen_customize_batch_prefill_module
 
     types, dim = (kernel.dtype, kernel.dtype, kernel.dtype, torch.int32), kernel.head_dim
@@ -123,19 +124,19 @@ def spec_of(kernel: Kernel) -> Any:
 
 
 def unbuilt(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Those of `kernels` that would have to be compiled first."""
+    """Return those of `kernels` that are not compiled yet."""
     return [k for k in kernels if not spec_of(k).is_compiled]
 
 
 def folder() -> Path:
-    """Return where FlashInfer keeps what it compiles; $FLASHINFER_WORKSPACE_BASE moves it."""
+    """Return the folder of FlashInfer's compiled kernels; $FLASHINFER_WORKSPACE_BASE moves it."""
     from flashinfer.jit import env
 
     return env.FLASHINFER_JIT_DIR
 
 
 def build(kernels: Sequence[Kernel]) -> float:
-    """Compile those that are not built yet, all at once, behind a progress bar; returns the seconds it took.
+    """Compile those that are not built yet, in parallel, with a progress bar; return the seconds it took.
 
     AttachError if the compiler fails or is missing.
     """
@@ -172,7 +173,8 @@ def build(kernels: Sequence[Kernel]) -> float:
 
 
 def load(kernels: Iterable[Kernel]) -> dict[Kernel, Any]:
-    """Load built kernels; each module has `plan` and `paged_run`. Asks no compiler. AttachError if a file is broken."""
+    """Load built kernels, without a compiler; each module has `plan` and `paged_run`. AttachError if a file is broken.
+    """
     modules = {}
     for kernel in kernels:
         spec = spec_of(kernel)

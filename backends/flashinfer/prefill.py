@@ -1,8 +1,8 @@
 """Prefills on FlashInfer: its Hopper kernel (FA3), or FA2 elsewhere and for layers with sinks.
 
-Prefills know their lengths on the host, and their attention runs outside every graph, so FlashInfer plans them itself.
-A plan is written to pinned memory and copied from there while the host goes on: each gets a buffer of its own until its
-copy has run (`PinnedRing`). No device value is read.
+The host knows the lengths of prefills, and their attention runs outside every graph, so FlashInfer plans them itself.
+A plan is written to pinned memory and copied asynchronously: it has a buffer of its own until its copy has run
+(`PinnedRing`). No device value is read.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from specdec.core.batch import AttentionMetadata
 
 
 class PinnedRing:
-    """Host buffers that a stream copies from; one is used again once its copy has run."""
+    """Pinned host buffers that a stream copies from; a buffer is reused after its copy has run."""
 
     def __init__(self) -> None:
         self._busy: list[tuple[torch.cuda.Event, torch.Tensor]] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """A pinned uint8 buffer of `num_bytes` at least that nothing reads any more."""
+        """Return a free pinned uint8 buffer of at least `num_bytes`."""
         for i, (event, buffer) in enumerate(self._busy):
             if buffer.numel() >= num_bytes and event.query():
                 del self._busy[i]
@@ -31,7 +31,7 @@ class PinnedRing:
         return _pinned(max(num_bytes, 1 << 20))
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Return a buffer from which the current stream will have copied when it gets here."""
+        """Give a buffer back; it is free once the current stream has run all copies queued so far."""
         event = torch.cuda.Event()
         event.record()
         self._busy.append((event, buffer))
@@ -42,9 +42,9 @@ def _pinned(num_bytes: int) -> torch.Tensor:
 
 
 class _Lengths(NamedTuple):
-    """Of the forward in flight. pages: [bs, longest] int32, slots by position; the rest int32 [bs] and [bs+1].
+    """Lengths of the current forward. pages: [bs, longest] int32, slots by position; the rest int32 [bs] and [bs+1].
 
-    page_starts, starts_on_device: where each row of `pages` begins; last_page_len makes its length, see `tables`.
+    page_starts, starts_on_device: where each row of `pages` begins; last_page_len encodes its length, see `tables`.
     """
 
     pages: torch.Tensor
@@ -56,7 +56,7 @@ class _Lengths(NamedTuple):
 
 
 class PrefillAttention:
-    """The plans of the prefill in flight, one a family and shape of layer, and the modules that run by them."""
+    """The plans of the current prefill, one per family and shape of layer, and the modules that run them."""
 
     def __init__(self, modules: Mapping[Kernel, Any], device: torch.device):
         self._modules, self._device = modules, device
@@ -66,7 +66,7 @@ class PrefillAttention:
         self._planned: dict[tuple[object, ...], Paged] = {}
 
     def begin(self) -> None:
-        """Forget the prefill before."""
+        """Discard the plans of the previous prefill."""
         self._lengths, self._planned = None, {}
 
     def attend(self, m: AttentionMetadata, call: AttentionCall) -> None:
@@ -93,12 +93,12 @@ class PrefillAttention:
         heads, dims = (layer.num_heads, layer.num_kv_heads), (layer.qk_dim, layer.v_dim)
         shape = (m.positions.shape[0], m.num_reqs, *heads, page_size, is_graph, *dims, is_causal, window_left)
         options: tuple[object, ...] = ()
-        if family == "fa3":  # a list of work for each multiprocessor: (tile, head) pairs, each with all its keys
+        if family == "fa3":  # a work list per multiprocessor: (tile, head) pairs, each with all its keys
             rows = 192 if layer.v_dim == 64 else 128  # of a tile (`PrefillSM90Plan`)
             num_works = layer.num_heads * sum(-(-n // rows) for n in m.q_lens or ())
             float_bytes, int_bytes = 16, 7 * (4 * num_works + 16) + 4 * (self._num_processors + 1) + 16
             kv_indptr = own.page_starts
-        else:  # tiles cut into chunks where they do not fill the GPU; lengths are differences of kv_indptr
+        else:  # tiles are cut into chunks if they do not fill the GPU; lengths are differences of kv_indptr
             kv_indptr = torch.nn.functional.pad(own.kv_lens.cumsum(0), (1, 0)).to(torch.int32)
             options = (-1, False, 0, 0)  # no fixed split, splits allowed, nothing else on the GPU, ragged queries
             lens = (m.qo_indptr, own.qo_indptr, kv_indptr, own.kv_lens)
@@ -113,7 +113,7 @@ class PrefillAttention:
 
 
 def _lengths(m: AttentionMetadata) -> _Lengths:
-    """The lengths of a prefill as its plans and kernels want them, and its page list."""
+    """Return the lengths of a prefill in the form of its plans and kernels, and its page list."""
     assert m.starts is not None and m.q_lens is not None, "a prefill knows its lengths on the host"
     kv_lens = [start + n for start, n in zip(m.starts, m.q_lens, strict=True)]
     longest = max(kv_lens)

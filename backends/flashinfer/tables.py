@@ -1,12 +1,12 @@
-"""FlashInfer's FA2 plan, made on the device: the 15 integers and the tables that its paged kernels run by.
+"""FlashInfer's FA2 plan, made on the device: the 15 integers and the tables that its paged kernels read.
 
-Its own `plan()` works on the host, which would have to wait for lengths that only the device knows. Under a CUDA graph
+Its own `plan()` runs on the host, which would have to wait for lengths that only the device knows. Under a CUDA graph
 the integers depend on shapes alone, so they are computed here once; the tables depend on lengths, so one Triton kernel
 writes them, inside the graph (FlashInfer 0.6.18: `scheduler.cuh`, `PrefillSplitQOKVIndptr` and `PrefillPlanInfo`).
 
 A tile is `cta` rows of one request (query x head of a KV group); its keys are cut into chunks of equal length, the
-shortest that give no more items than `budget`. A kernel finds the number of chunks again from the request's length and
-strides its partial rows by it: tables made for other lengths would be wrong data, without any error.
+shortest that give no more items than `budget`. A kernel recomputes the number of chunks from the request's length and
+strides its partial rows by it: tables made for other lengths would give wrong results without an error.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ NO_WINDOW = 1 << 30
 class Shapes(NamedTuple):
     """Settings that a plan depends on besides lengths.
 
-    bs requests of q_len queries; group: query heads a KV head; budget: items (tile x chunk) at most, where there are
-    fewer tiles; window_left: keys before its own that a query sees, as the kernel takes it, NO_WINDOW for all.
+    bs: requests, of q_len queries each. budget: the most items (tile x chunk), unless there are more tiles.
+    window_left: keys before its own that a query sees, in the kernel's convention; NO_WINDOW: all.
     """
 
     bs: int
@@ -38,7 +38,7 @@ class Shapes(NamedTuple):
 
     @property
     def cta(self) -> int:
-        """Rows of a tile, as FlashInfer picks them (`utils.cuh`, `FA2DetermineCtaTileQ`)."""
+        """Rows of a tile, as FlashInfer chooses them (`utils.cuh`, `FA2DetermineCtaTileQ`)."""
         rows = self.q_len * self.num_heads // self.num_kv_heads
         if rows > 64 and self.head_dim < 256:
             return 128
@@ -51,17 +51,17 @@ class Shapes(NamedTuple):
 
     @property
     def grid(self) -> int:
-        """Items that the tables have room for; the kernel's grid in its first dimension."""
+        """Capacity of the tables in items; the first dimension of the kernel's grid."""
         return max(self.budget, self.bs * self.tiles)
 
     @property
     def span(self) -> int:
-        """The most keys that a tile looks at under the window."""
+        """The most keys of a tile under the window."""
         return min(self.window_left + self.cta, NO_WINDOW)
 
     @property
     def rows(self) -> int:
-        """Query rows, a head each, of the whole batch."""
+        """Queries of the whole batch."""
         return self.bs * self.q_len
 
     @property
@@ -71,12 +71,13 @@ class Shapes(NamedTuple):
 
 
 def stock_budget(num_processors: int, num_kv_heads: int) -> int:
-    """Items that FlashInfer itself plans for: two blocks a multiprocessor, over all KV heads."""
+    """Return the items that FlashInfer itself plans for: two blocks per multiprocessor, over all KV heads."""
     return 2 * num_processors // num_kv_heads
 
 
 def budget_for(bs: int, tiles: int, num_processors: int, num_kv_heads: int) -> int:
-    """Items that we plan for: FlashInfer's, but where tiles alone fill the GPU a long request may still be cut."""
+    """Return the items that we plan for: FlashInfer's, or more, so that a long request can be split even if tiles alone
+    fill the GPU."""
     stock = stock_budget(num_processors, num_kv_heads)
     return max(stock, bs * tiles + stock // 2)
 
@@ -96,9 +97,9 @@ class TableLayout(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Shapes) -> "TableLayout":
-        """Lay the tables of `shapes` out as FlashInfer's allocator does."""
+        """Return the layout that FlashInfer's allocator gives the tables of `shapes`."""
         offsets, at = [], 0
-        # chunk_size alone is not aligned, which leaves it right behind o_indptr.
+        # Only chunk_size is not aligned, so it directly follows o_indptr.
         sizes = [4 * shapes.grid] * 3 + [4 * (shapes.bs + 1), 4, 4, 4 * (shapes.rows + 1), shapes.grid]
         for size, alignment in zip(sizes, (16, 16, 16, 16, 1, 16, 16, 16), strict=True):
             at = -(-at // alignment) * alignment
@@ -108,9 +109,9 @@ class TableLayout(NamedTuple):
 
 
 def plan_info(shapes: Shapes, s_offset: int) -> list[int]:
-    """The 15 integers that `paged_run` takes: `PrefillPlanInfo::ToVector`, for a plan under a CUDA graph.
+    """Return the 15 integers that `paged_run` takes: `PrefillPlanInfo::ToVector`, for a plan under a CUDA graph.
 
-    The float workspace begins with partial outputs; their log-sum-exp lies at byte s_offset.
+    The float workspace begins with partial outputs; their log-sum-exp begins at byte s_offset.
     """
     at = TableLayout.of(shapes)
     return [
@@ -134,7 +135,7 @@ def plan_info(shapes: Shapes, s_offset: int) -> list[int]:
 
 @triton.jit
 def _num_chunks(request, bs, prefix_lens, tail_len, span, chunk):
-    """Return the chunks of `requests`, at least one each, none past the batch."""
+    """Return the number of chunks of each request, at least 1, and 0 past the batch; and its number of keys."""
     is_request = request < bs
     kv_len = tl.load(prefix_lens + request, mask=is_request, other=0).to(tl.int32) + tail_len
     num_keys = tl.maximum(tl.minimum(kv_len, span), 1)
@@ -171,7 +172,7 @@ def _tables_kernel(
     BLOCK_BS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program r writes what belongs to request r; program bs, what is left behind the last one."""
+    """Write the entries of request r in program r; in program bs, unused items and the totals."""
     own = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_BS)
     longest = tl.zeros([], tl.int32)
@@ -214,8 +215,8 @@ def _tables_kernel(
         following = tl.where(
             own + 1 < bs, tl.load(rows + own + 1, mask=own + 1 < bs, other=0) * table_stride, num_slots
         )
-        # Pages of one slot, and the slot table is the page list. FlashInfer takes a length for the number of pages
-        # minus 1, plus what the last one holds, so that any last page makes any length, wherever the next row begins.
+        # Pages have one slot, and the slot table is the page list. FlashInfer computes a length as the number of pages
+        # minus 1, plus last_page_len, so last_page_len can encode any length, wherever the next row begins.
         kv_len = tl.load(prefix_lens + own) + tail_len
         tl.store(kv_indptr + own, (row * table_stride).to(tl.int32))
         tl.store(last_page_len + own, (kv_len + 1 - (following - row * table_stride)).to(tl.int32))
@@ -237,7 +238,7 @@ _launch = CachedLaunch(_tables_kernel)
 
 
 class Tables(NamedTuple):
-    """workspace [bytes] uint8, see `Layout`; kv_indptr [bs + 1] and last_page_len [bs] int32 of pages of one slot."""
+    """workspace [bytes] uint8, see `TableLayout`; kv_indptr [bs + 1] and last_page_len [bs] int32, pages of one slot."""
 
     workspace: torch.Tensor
     kv_indptr: torch.Tensor
@@ -249,7 +250,7 @@ def write_tables(
 ) -> Tables:
     """Write the tables of a forward in one launch, from lengths on the device: prefix_lens and rows [bs] int64.
 
-    slot_table [num_rows, width] int32, of less than 2^31 elements: seen flat, it is the page list (`kv_indices`).
+    slot_table [num_rows, width] int32, less than 2^31 elements: flattened, it is the page list (`kv_indices`).
     Twin: `tests.flashinfer_tables.tables_reference`.
     """
     bs, device, at = shapes.bs, prefix_lens.device, TableLayout.of(shapes)

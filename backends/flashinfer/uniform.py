@@ -1,7 +1,7 @@
 """Decode-shaped forwards on FlashInfer's FA2 kernels: draft steps, draft-extend, verify and decode, chains and trees.
 
-Everything that depends on lengths is written by one kernel a forward and kind of layer (`tables`), so that a round
-stays one CUDA graph: nothing is planned on the host.
+One kernel per forward and kind of layer (`tables`) writes everything that depends on lengths, so that a round stays one
+CUDA graph: nothing is planned on the host.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from specdec.core.batch import AttentionMetadata
 
 
 class LayerKind(NamedTuple):
-    """The key of a layer's tables; layers alike share them."""
+    """The key of a layer's tables; layers with equal keys share them."""
 
     num_heads: int
     num_kv_heads: int
@@ -27,12 +27,13 @@ class LayerKind(NamedTuple):
 
 
 def kind_of(layer: LayerSpec, m: AttentionMetadata) -> LayerKind:
-    """Return the kernel's mask mode for a layer of a forward.
+    """Return the kind of a layer in a forward: its table key with window and mask mode.
 
-    A chain is causal. So is a tree, which its bits then thin out, but only where the kernel asks the variant at every
-    tile that holds a tail key: from the first tile on that a query of its own could reach. That is so if one tile holds
-    all queries, the tail holds nothing before them, and no window makes a node see farther back than its index tells.
-    Otherwise the variant is asked at every tile, and a window begins early enough for a node of any depth.
+    A chain is causal. A tree is causal, too, with its ancestor bits applied on top, if the kernel applies the variant's
+    mask to every tile with a tail key; it does so only from the first tile that causality cuts. That holds if one tile
+    has all queries, the tail has no nodes before them, and there is no window, by which a node would see keys farther
+    back than its index says. Otherwise the variant's mask is applied to every tile, and the window begins early enough
+    for a node of any depth.
     """
     group = layer.num_heads // layer.num_kv_heads
     shapes = Shapes(m.num_reqs, m.q_len, layer.num_heads, layer.num_kv_heads, layer.qk_dim, 0)
@@ -45,7 +46,7 @@ def kind_of(layer: LayerSpec, m: AttentionMetadata) -> LayerKind:
 
 
 class UniformAttention:
-    """The tables of the forward in flight, one set a kind of layer, and the modules that run by them."""
+    """The tables of the current forward, one set per kind of layer, and the modules that run with them."""
 
     def __init__(self, modules: Mapping[Kernel, Any], device: torch.device):
         self._modules = modules
@@ -53,7 +54,7 @@ class UniformAttention:
         self._planned: dict[LayerKind, Paged] = {}
 
     def begin(self) -> None:
-        """Forget the forward before."""
+        """Discard the tables of the previous forward."""
         self._planned = {}
 
     def attend(self, m: AttentionMetadata, call: AttentionCall) -> None:
@@ -69,7 +70,7 @@ class UniformAttention:
             run_variant(module, paged, call, m.tail_len, m.ancestor_bits, m.tail_positions)
 
     def _plan(self, m: AttentionMetadata, kind: LayerKind, q: torch.Tensor) -> Paged:
-        """Write a kind's tables, and make room for its partial outputs."""
+        """Write a kind's tables, and allocate its partial outputs."""
         shapes = Shapes(m.num_reqs, m.q_len, kind.num_heads, kind.num_kv_heads, kind.head_dim, 0, kind.window_left)
         budget = budget_for(m.num_reqs, shapes.tiles, self._num_processors, kind.num_kv_heads)
         shapes = shapes._replace(budget=budget)

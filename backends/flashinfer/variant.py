@@ -1,19 +1,20 @@
 """The attention variant that FlashInfer's FA2 kernels are compiled with for trees, and for layers with sinks.
 
-A stock custom mask is a byte for every query and key, read at every tile. Here a key before the tail is visible unless
-it is outside the window, which registers tell; a tail key is visible if its bit is set in the query's ancestor bits
-(`AttentionMetadata.ancestor_bits`). Sinks join the softmax denominator once, with a request's first chunk.
+FlashInfer's custom mask has a byte per query and key, read at every tile. Here a key before the tail is visible unless
+it is outside the window, which is computed in registers; a tail key is visible if its bit is set in the query's
+ancestor bits (`AttentionMetadata.ancestor_bits`). Sinks join the softmax denominator once, with a request's first
+chunk.
 """
 
 import hashlib
 from typing import NamedTuple
 
-# In the order of the kernel's arguments, behind those of every FlashInfer kernel.
+# In the order of the kernel's arguments, after those of every FlashInfer kernel.
 TENSORS = {"maybe_ancestor_bits": "int64_t", "maybe_tail_positions": "int64_t", "maybe_sinks": "{sink}"}
 SCALARS = {"sm_scale": "double", "softcap": "double", "tail_len": "int64_t", "window": "int64_t"}
 
-# Masks are asked for every query and key of a tile, so nothing in them branches but on what is known when compiling,
-# and what belongs to a query alone is loaded by an address that the compiler finds again for its other keys.
+# Masks are evaluated for every query and key of a tile, so they branch only on compile-time constants, and data of a
+# query is loaded from an address that does not depend on the key, so that the compiler reuses the load.
 _TEXT = r"""
 template <bool CAPPED, bool WINDOWED>
 struct SpecdecAttention : AttentionVariantBase {
@@ -74,7 +75,7 @@ struct SpecdecAttention : AttentionVariantBase {
 };
 """
 
-# Which nodes a query sees, with one word of ancestor bits a query, in two registers,
+# Visible nodes with one word of ancestor bits per query, in two registers,
 _ONE_WORD = r"""    const uint32_t query = min(qo_idx, qo_len - 1);
     uint2 bits = make_uint2(0xffffffffu, 0xffffffffu);
     if (params.maybe_ancestor_bits != nullptr) {
@@ -83,7 +84,7 @@ _ONE_WORD = r"""    const uint32_t query = min(qo_idx, qo_len - 1);
     const uint32_t node = kv_idx - tail_start;  // of keys before the tail: beyond any node, by wrapping around
     bool is_visible = node >= 64 || (((node & 32 ? bits.y : bits.x) >> (node & 31)) & 1);
 """
-# and with several, of which a key reads the half word that names it. Tails end where their bits do, or before.
+# and with several words, of which a key reads the half word with its bit. A tail has no more nodes than bits.
 _WORDS = r"""    const uint32_t query = min(qo_idx, qo_len - 1), node = kv_idx - tail_start;
     bool is_visible = true;
     if (params.maybe_ancestor_bits != nullptr && node < static_cast<uint32_t>(params.tail_len)) {
@@ -107,7 +108,7 @@ class Variant(NamedTuple):
 
 
 def variant(c_type: str, head_dim: int, is_capped: bool, has_window: bool, is_wide: bool = False) -> Variant:
-    """Return the variant for one type of sinks, a C name such as "half", one head dim, softcaps and windows or not.
+    """Return the variant for a C type of sinks, such as "half", a head dim, and layers with or without softcap, window.
 
     is_wide: for trees of more than 64 nodes.
     """

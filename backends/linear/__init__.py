@@ -159,12 +159,12 @@ def has_kernels(x: torch.Tensor) -> bool:
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., K] as rows [M, K], each contiguous and aligned to 16 bytes; copies only if need be."""
+    """Return x [..., K] as rows [M, K], each contiguous and aligned to 16 bytes; copies only if necessary."""
     rows = x.reshape(-1, x.shape[-1])
     is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % 16 == 0 and rows.stride(1) == 1
     return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _rows(x: torch.Tensor, size: int, **options: Any) -> torch.Tensor:
-    """Return an empty tensor of the shape of x but for its last dim."""
+    """Return an empty tensor with the shape of x, except for the last dim."""
     return x.new_empty(*x.shape[:-1], size, **options)

@@ -92,7 +92,7 @@ def lora_twin(
         part = out[:, begin : begin + of_b.shape[1]]
         for i in range(len(of_a)):
             is_own = (adapters == i + 1).unsqueeze(1)
-            if x.is_cuda or is_own.any():  # a graph cannot look
+            if x.is_cuda or is_own.any():  # a graph cannot read `is_own`
                 low = F.linear(x, of_a[i])
                 added = F.linear(low.float(), of_b[i].float()) * of_scale[i]
                 part.copy_(torch.where(is_own, (part.float() + added).to(y.dtype), part))

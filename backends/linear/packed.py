@@ -21,7 +21,7 @@ NF4 = (
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-MAGIC = {torch.bfloat16: 128, torch.float16: 1024}  # the first numbers whose last digit counts ones
+MAGIC = {torch.bfloat16: 128, torch.float16: 1024}  # the first numbers whose last mantissa bit counts ones
 
 
 @op(
@@ -89,7 +89,7 @@ def values_of(words: torch.Tensor) -> torch.Tensor:
 
 
 def _shifts(device: torch.device) -> torch.Tensor:
-    """Return where a word has the elements [4, 2] of four sixteens and of two neighbours."""
+    """Return the bit positions [4, 2] of a word's elements: of four groups of 16, and of two neighbours in each."""
     return torch.arange(0, 32, 4, dtype=torch.int32, device=device).view(2, 4).T
 
 

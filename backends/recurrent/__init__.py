@@ -1,6 +1,6 @@
-"""`specdec::conv` and `specdec::scan`, the custom ops of recurrent layers, and the scope they find their state in.
+"""`specdec::conv` and `specdec::scan`, the custom ops of recurrent layers, and the scope that holds their state.
 
-As with `specdec::attn`, the ops know only a layer number; what a forward keeps between calls is no argument of theirs.
+As with `specdec::attn`, the ops get only a layer number; state is not among their arguments.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from specdec.core.batch import AttentionMetadata
 
 @dataclass(frozen=True)
 class StateScope:
-    """Answers with the state that `pool` keeps, in a forward of `metadata`."""
+    """Executes recurrent layers with the state in `pool`, in a forward of `metadata`."""
 
     pool: StatePool
     metadata: AttentionMetadata
@@ -33,7 +33,7 @@ _SCOPE: Scope[Any] = Scope("recurrent layer")  # of objects with the methods of 
 recurrent_scope, current_recurrent = _SCOPE.within, _SCOPE.find
 
 
-# State that they write is no argument of them, so a trace sees pure functions, as of `specdec::attn`.
+# The state that they write is not an argument, so a trace sees pure functions, as for `specdec::attn`.
 @op(
     "conv(Tensor x, Tensor weight, Tensor? bias, int layer_id, bool is_silu=False) -> Tensor",
     lambda x, *_: x.new_empty(x.shape),

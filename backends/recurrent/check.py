@@ -1,7 +1,7 @@
 """Compares kernels of recurrent layers with their twins, at the sizes of a model's layers.
 
-Two requests are prefilled by chunks, one of them on top of a prefix, then again by a few tokens each, one by one; nodes
-come in two forwards, and a path of them is folded; a plain step follows. Each set of operations has a pool of its own.
+Two requests get a long prefill, one of them after a prefix, then a short one; their nodes run in two forwards, and a
+path of them is folded; a plain step follows. Each set of operations has a pool of its own.
 """
 
 from collections.abc import Callable
@@ -25,21 +25,21 @@ from specdec.backends.recurrent.state_pool import (
 from specdec.backends.sample_tree import Tail, sample_tree
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
-# Tokens of both requests: several chunks of the kernels and part of one, then fewer than pass by chunks. By decay: the
-# twin takes [nodes, nodes, heads, k_dim] of memory where keys decay, and nodes² launches where elements of states do.
+# Tokens of both requests, by decay: several chunks of the kernels and part of one, then less than a chunk. The twin
+# takes [nodes, nodes, heads, k_dim] of memory for decays by key, and nodes² launches for decays by element.
 LONG = {"head": (3 * 64 + 5, 70), "key": (3 * 32 + 5, 70), "state": (37, 21)}
 SHORT = {"head": (7, 20), "key": (7, 20), "state": (7, 3)}
 MOST_NODES = {"head": 64, "key": 16, "state": 16}
-PREFIX = 9  # tokens that the second request holds before
+PREFIX = 9  # tokens of the second request before the checks
 WIDTH = 512  # positions of a slot table
 
 Call = Callable[[StatePool, AttentionMetadata], torch.Tensor]
 
 
 def recurrent_checks(pool: StatePool, tail: Tail, path_width: int, dtype: torch.dtype) -> list[Check]:
-    """Checks of the operations of `pool`, for each distinct spec of its layers; none where they are the twins.
+    """Return checks of the operations of `pool`, for each distinct spec of its layers; none if they are the twins.
 
-    tail: nodes of a round; path_width: most nodes that it accepts; dtype: of the model.
+    tail: nodes of a round; path_width: the most nodes that a round accepts; dtype: of the model.
     """
     if pool.ops is TORCH_RECURRENT:
         return []
@@ -57,7 +57,7 @@ def recurrent_checks(pool: StatePool, tail: Tail, path_width: int, dtype: torch.
 def _answers(
     spec: RecurrentSpec, ops: RecurrentOps, tail: Tail, path_width: int, dtype: torch.dtype, device: torch.device
 ) -> list[Answer]:
-    """Return what calls of one layer give for two requests, and the states that they leave."""
+    """Return the results of one layer's calls for two requests, and the states after them."""
     op, decay = ("conv", "head") if isinstance(spec, ConvSpec) else ("scan", spec.decay)
     num_nodes = min(tail.num_nodes, MOST_NODES[decay])
     tree = sample_tree(Tail(num_nodes, tail.num_words), device)
@@ -84,7 +84,7 @@ def _answers(
         note_state(f"{op}_{what}")
         lens = [old + new for old, new in zip(lens, q_lens, strict=True)]
     half = (num_nodes + 1) // 2
-    for first, end in ((0, half), (min(half, num_nodes - 1), num_nodes)):  # a single one again
+    for first, end in ((0, half), (min(half, num_nodes - 1), num_nodes)):  # the second may be a single node that ran before
         bits = None if tree.bits is None else tree.bits[first:end].expand(2, -1, -1)
         nodes = uniform(ForwardMode.TARGET_VERIFY, q_len=end - first, first_node=first, ancestor_bits=bits)
         run(f"tail of nodes {first} to {end - 1}", nodes)
@@ -98,11 +98,11 @@ def _answers(
 
 
 def _call(spec: RecurrentSpec, dtype: torch.dtype, random: torch.Generator) -> Call:
-    """Return what runs random inputs: a convolution with a bias, and without one but with SiLU, in turn, since specs do
-    not say which; or the recurrence, q and k in the model's dtype, the rest in fp32, so that results are not rounded;
-    with decays by element of the state, all of it.
+    """Return a function that runs a layer on random inputs: convolutions, alternately with a bias and with SiLU, since
+    specs do not say which; or scans with q and k in the model's dtype, or fp32 for decays by element of the state, and
+    the rest in fp32, so that results are not rounded.
 
-    Paces of decays are from 1 to a thousandth: some heads forget at once, some remember everything.
+    Decay rates range from 1 to a thousandth: some heads forget at once, some remember everything.
     """
 
     def normal(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`specdec::delta_gates`: decays and strengths of gated delta rules, in one launch; a row's bits are its own."""
+"""`specdec::delta_gates`: decays and strengths of gated delta rules, in one launch. A row's bits depend on it alone."""
 
 import torch
 import torch.nn.functional as F

@@ -1,11 +1,12 @@
-"""The operations of recurrent layers in torch, `TORCH_RECURRENT`, which specifies them, and those of scans.
+"""The specification of recurrent layers in torch, `TORCH_RECURRENT`, and its scans.
 
-They read nothing on the host. Scans are computed over sets of nodes at a time. With cum_i the sum of log decays from
+They read nothing on the host. Scans are computed for sets of nodes at a time. With cum_i the sum of log decays from
 the state S to node i,
     u_i = beta_i (v_i - (exp(cum_i) S)^T k_i - sum of exp(cum_i - cum_j) (k_i . k_j) u_j over j before i on its path),
     o_i = (exp(cum_i) S)^T q_i + sum of exp(cum_i - cum_j) (q_i . k_j) u_j over j on its path, i included,
 and the fold of a path that ends with e is exp(cum_e) S + sum of exp(cum_e - cum_j) k_j (x) u_j. The nodes of a prefill
-are the tokens of a chunk, after which they are folded. No exponent is above 0: where nothing is seen, it is -inf.
+are the tokens of a chunk, after which they are folded. No exponent is above 0; between nodes that do not see each other
+it is -inf.
 """
 
 from collections.abc import Sequence
@@ -26,14 +27,14 @@ from specdec.backends.recurrent.state_pool import (
 from specdec.core.batch import AttentionMetadata
 from specdec.core.cache.pool import Commit
 
-# Tokens. Decays by key make [CHUNK, CHUNK, heads, k_dim]; by element they multiply differences of cum by rates, and so
-# their rounding: one at a time there are none, and no state is made twice.
+# Tokens. Decays by key take a [CHUNK, CHUNK, heads, k_dim] tensor. Decays by element multiply differences of cum, and
+# their rounding errors, by rates: with one token per chunk there are no differences.
 CHUNK = {"head": 64, "key": 16, "state": 1}
 NEVER = float("-inf")
 
 
 class Nodes(NamedTuple):
-    """Nodes as tails hold them: k [bs, n, key_heads, k_dim], u [bs, n, heads, v_dim], g [bs, n, *decay_shape]."""
+    """Nodes as stored in tails: k [bs, n, key_heads, k_dim], u [bs, n, heads, v_dim], g [bs, n, *decay_shape]."""
 
     k: torch.Tensor
     u: torch.Tensor
@@ -46,9 +47,9 @@ def _heads(spec: ScanSpec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _units(spec: ScanSpec, inputs: ScanInputs) -> tuple[ScanInputs, torch.Tensor | float]:
-    """Return inputs whose q and k need not be made units, a key head each, and output factors [T, heads, 1].
+    """Return inputs whose q and k need no normalisation, expanded to key_heads, and output factors [T, heads, 1].
 
-    With c k for k, u = beta (v - S^T c k) writes what c u = beta c^2 (v / c - S^T k) writes under k.
+    Writing u = beta (v - S^T c k) under the unit key c k equals writing c u = beta c^2 (v / c - S^T k) under k.
     """
     q, k, v, g, beta, rates, scale = inputs
     q, k = (x.repeat_interleave(spec.key_heads // x.shape[1], 1) for x in (q, k))
@@ -62,15 +63,15 @@ def _units(spec: ScanSpec, inputs: ScanInputs) -> tuple[ScanInputs, torch.Tensor
 
 
 def _decays(spec: ScanSpec, cum: torch.Tensor, rates: torch.Tensor | None) -> torch.Tensor:
-    """Log decays of elements of the state, [..., heads, k_dim or 1, v_dim or 1]."""
+    """Return the log decays of elements of the state, [..., heads, k_dim or 1, v_dim or 1]."""
     if spec.decay == "head":
         return cum[..., None, None]
     return cum.unsqueeze(-1) if rates is None else rates * cum.unsqueeze(-2)
 
 
 def _sums(g: torch.Tensor, is_in: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the log decays g [..., n, *decay_shape] of those nodes that `is_in` [..., n] names, in their order: of
-    all, and for each node of those behind it."""
+    """Return sums of the log decays g [..., n, *decay_shape] of the nodes in the mask `is_in` [..., n]: over all nodes,
+    and for each node over those after it."""
     upto = torch.where(is_in.view(*is_in.shape, *[1] * (g.dim() - is_in.dim())), g, 0).cumsum(is_in.dim() - 1)
     cum = upto.select(is_in.dim() - 1, -1)
     return cum, cum.unsqueeze(is_in.dim() - 1) - upto
@@ -85,10 +86,11 @@ def _read(
     k: torch.Tensor,
     sees: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of vectors x [bs, q, heads, k_dim] at cum: what they read from the state, and their weights of nodes they see.
+    """Return what vectors x [bs, q, heads, k_dim] read from the state, [bs, heads, q, v_dim], and their weights of the
+    nodes that they see, [bs, heads, q, n]; for decays by head or by key.
 
-    k: of the nodes [bs, n, heads, k_dim]; gap: log decay from each to x [bs, q, n, *decay_shape].
-    [bs, heads, q, v_dim] and [bs, heads, q, n]; the decay is by head or by key.
+    cum: log decays from the state to x; k: of the nodes [bs, n, heads, k_dim]; gap: log decays from each node to x
+    [bs, q, n, *decay_shape].
     """
     at = cum if spec.decay == "key" else cum.unsqueeze(-1)
     from_state = torch.einsum("bihn,bhnp->bhip", x * at.exp(), state)
@@ -101,7 +103,7 @@ def _read(
 def run_nodes(
     spec: ScanSpec, inputs: ScanInputs, state: torch.Tensor, old: Nodes, sees: torch.Tensor
 ) -> tuple[torch.Tensor, Nodes]:
-    """Run new nodes that follow `old` ones after state [bs, heads, k_dim, v_dim]; sees [bs, q, old and new].
+    """Run new nodes after `old` ones and state [bs, heads, k_dim, v_dim]; sees: mask [bs, q, old and new nodes].
 
     inputs: as `ScanInputs`, but [bs, q, ...]. Returns outputs [bs, q, heads, v_dim] fp32 and the new nodes.
     """
@@ -145,7 +147,7 @@ def _fold_elements(
     sees: torch.Tensor,
     rates: torch.Tensor,
 ) -> torch.Tensor:
-    """Fold the nodes that `sees` [bs, n] names, decaying each element of the state by cum [bs, heads, v_dim]."""
+    """Fold the nodes in the mask `sees` [bs, n], decaying elements of the state by rates * cum [bs, heads, v_dim]."""
     out = _decays(spec, cum, rates).exp() * state
     for j in range(keys.shape[1]):
         decay = torch.where(sees[:, j].view(-1, 1, 1, 1), _decays(spec, gap[:, j], rates), NEVER).exp()
@@ -156,7 +158,7 @@ def _fold_elements(
 def fold_nodes(
     spec: ScanSpec, state: torch.Tensor, path: Nodes, num: torch.Tensor, rates: torch.Tensor | None
 ) -> torch.Tensor:
-    """Fold the first num [bs] nodes of a path into state [bs, heads, k_dim, v_dim]; none leave it as it is."""
+    """Fold the first num [bs] nodes of a path into state [bs, heads, k_dim, v_dim], which 0 nodes leave unchanged."""
     is_in, keys = torch.arange(path.k.shape[1], device=state.device) < num.unsqueeze(1), _heads(spec, path.k)
     end, gap = _sums(path.g, is_in)
     if rates is not None:
@@ -169,7 +171,7 @@ def fold_nodes(
 
 
 def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `StatePool.scan`: nodes run after the row's state and the older nodes of their paths, into the tails."""
+    """See `StatePool.scan`: run nodes after the row's state and the older nodes of their paths; store them in tails."""
     m, spec = metadata, layer.spec
     first = m.tail_len - m.q_len
     old = Nodes(*(t[m.rows, :first] for t in (layer.k, layer.u, layer.g)))
@@ -193,20 +195,20 @@ def _keep_rates(rates: torch.Tensor | None, layer: ScanLayer) -> torch.Tensor | 
 
 
 def scan_step(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `StatePool.scan`: a tail of one node, which is folded at once."""
+    """See `StatePool.scan`: run a tail of one node, and fold it at once."""
     out = scan_tail(inputs, layer, metadata)
     _fold_scan(layer, metadata.rows, metadata.prefix_lens, torch.zeros_like(metadata.rows).unsqueeze(1))
     return out
 
 
 def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `StatePool.scan`: every request's tokens run after its row's state, which is updated."""
+    """See `StatePool.scan`: run every request's tokens after its row's state, and update that."""
     m, spec = metadata, layer.spec
     rates, device, num_tokens = _keep_rates(inputs.rates, layer), m.rows.device, inputs.v.shape[0]
     begin, end = m.qo_indptr[:-1, None].long(), m.qo_indptr[1:, None].long()
     state = from_start(layer.state[m.rows], m.prefix_lens)
     given, factors = _units(spec, inputs)
-    out = layer.state.new_zeros(num_tokens + 1, *inputs.v.shape[1:])  # the last takes what is no token
+    out = layer.state.new_zeros(num_tokens + 1, *inputs.v.shape[1:])  # the last entry takes padding
     size = min(CHUNK[spec.decay], m.q_len)
     causal = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(m.num_reqs, -1, -1)
     empty = Nodes(*(t[m.rows, :0] for t in (layer.k, layer.u, layer.g)))

@@ -1,9 +1,9 @@
-"""State of recurrent layers: short convolutions, and linear recurrences ("scans") whose state is a matrix a head.
+"""State of recurrent layers: short convolutions, and linear recurrences ("scans") whose state is a matrix per head.
 
 Committed state is stored by row; the inputs of a round's nodes in a tail beside it, like K/V of tail nodes. A node
-sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. A plain step's
-only node is accepted whatever the logits are, so it goes into the state at once. This file knows shapes;
-`backends.recurrent.reference` says what is computed.
+sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. The only node
+of a plain decode step is always accepted, so it goes into the state at once. This file knows shapes;
+`backends.recurrent.reference` specifies the computation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Decay = Literal["head", "key", "state"]
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """A causal convolution along the sequence, a channel at a time; `kernel` >= 2 inputs make an output."""
+    """A causal depthwise convolution along the sequence; `kernel` >= 2: inputs per output."""
 
     channels: int
     kernel: int
@@ -28,10 +28,10 @@ class ConvSpec:
 
 @dataclass(frozen=True)
 class ScanSpec:
-    """A linear recurrence with a state [k_dim, v_dim] a head.
+    """A linear recurrence with a state [k_dim, v_dim] per head.
 
     key_heads: heads of q and k; head h uses h // (heads // key_heads).
-    decay: what has a decay of its own: a head, each of its keys (KDA), or each element of its state (S6).
+    decay: granularity of decays: by head, by key of a head (KDA), or by element of the state (S6).
     is_corrected: the delta rule, which writes the difference to what the state holds under a key.
     """
 
@@ -44,7 +44,7 @@ class ScanSpec:
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
-        """Shape of one token's log decays."""
+        """The shape of one token's log decays."""
         return {"head": (self.heads,), "key": (self.heads, self.k_dim), "state": (self.heads, self.v_dim)}[self.decay]
 
 
@@ -62,8 +62,8 @@ class ConvLayer(NamedTuple):
 class ScanLayer(NamedTuple):
     """State of a scan, fp32: state [num_rows + num_kept, heads, k_dim, v_dim], and of nodes, [num_rows, max_tail, ...]:
 
-    k [key_heads, k_dim]; u [heads, v_dim], what was written under k; g [*decay_shape], the node's own log decay. rates
-    [heads, k_dim, v_dim], of decay "state": an element's log decay is rates * g.
+    k [key_heads, k_dim]; u [heads, v_dim], the values written under k; g [*decay_shape], the node's own log decay.
+    rates [heads, k_dim, v_dim], for decay "state": an element's log decay is rates * g.
     """
 
     spec: ScanSpec
@@ -78,7 +78,7 @@ RecurrentLayer = ConvLayer | ScanLayer
 
 
 class ConvInputs(NamedTuple):
-    """x [T, channels], weight [channels, kernel], bias [channels]; is_silu: whether SiLU follows."""
+    """x [T, channels], weight [channels, kernel], bias [channels]; is_silu: SiLU follows."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -87,11 +87,11 @@ class ConvInputs(NamedTuple):
 
 
 class ScanInputs(NamedTuple):
-    """q, k [T, key_heads, k_dim], v [T, heads, v_dim], g [T, *decay_shape], beta [T, heads] of corrected ones.
+    """q, k [T, key_heads, k_dim], v [T, heads, v_dim], g [T, *decay_shape], beta [T, heads] for corrected scans.
 
-    rates: see `ScanLayer`. Any float dtype, any strides. q and k may have fewer heads, of which each serves several.
-    scale: of queries, where q and k are to be made units: q / |q| * scale and k / |k| are meant, with EPS added to
-    squares of |q| and |k|. None: they come so.
+    rates: see `ScanLayer`. Any float dtype, any strides. q and k may have fewer heads, each shared by several.
+    scale: if given, the scan uses q / |q| * scale and k / |k|, with EPS added to the squares of |q| and |k|. None: it
+    uses q and k unchanged.
     """
 
     q: torch.Tensor
@@ -103,7 +103,7 @@ class ScanInputs(NamedTuple):
     scale: float | None = None
 
 
-EPS = 1e-6  # of the norms of queries and keys, as transformers has it
+EPS = 1e-6  # of the norms of queries and keys, as in transformers
 Conv = Callable[[ConvInputs, ConvLayer, AttentionMetadata], torch.Tensor]
 Scan = Callable[[ScanInputs, ScanLayer, AttentionMetadata], torch.Tensor]
 Op = TypeVar("Op", Conv, Scan)
@@ -113,9 +113,9 @@ Op = TypeVar("Op", Conv, Scan)
 class RecurrentOps:
     """The device operations of recurrent layers; `backends.recurrent.reference` specifies them.
 
-    conv_extend, scan_extend: prefills, which update states. conv_step, scan_step: plain decoding, a token a request,
-    which update them, too. conv_tail, scan_tail: the rest, which write tails.
-    folder(layers): made once a pool; it gives the `Commit` of all layers.
+    conv_extend, scan_extend: for prefills; they update states. conv_step, scan_step: for plain decoding, one token per
+    request; they also update states. conv_tail, scan_tail: for all other forwards; they write tails.
+    folder(layers): called once per pool; returns the `Commit` of all layers.
     """
 
     name: str
@@ -129,9 +129,9 @@ class RecurrentOps:
 
 
 class StatePool(LayerState):
-    """State by row of all recurrent layers of a model; a layer's id is its place in `specs`.
+    """State by row of all recurrent layers of a model; a layer's id is its index in `specs`.
 
-    num_kept: snapshots, which lie behind the rows and have no tails.
+    num_kept: snapshots, which are stored after the rows and have no tails.
     """
 
     def __init__(
@@ -149,16 +149,16 @@ class StatePool(LayerState):
         self.ops = ops
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy states of every layer from rows or snapshots `source` [n] int64 to `target` [n] int64, each there once;
-        snapshot i is `num_rows` + i."""
+        """Copy states of every layer from rows or snapshots `source` [n] int64 to `target` [n] int64, without
+        duplicates; snapshot i is `num_rows` + i."""
         for layer in self.layers:
             layer.state.index_copy_(0, target, layer.state.index_select(0, source))
 
     def conv(self, inputs: ConvInputs, layer_id: int, metadata: AttentionMetadata) -> torch.Tensor:
         """Convolve x with weight and add bias: [T, channels].
 
-        y[t, c] = bias[c] + sum_j weight[c, j] * window[j, c]; the window is the last inputs ending with t, on t's path.
-        is_silu: return silu(y), of y rounded to x's dtype.
+        y[t, c] = bias[c] + sum_j weight[c, j] * window[j, c]; the window has the last inputs on t's path, up to t.
+        is_silu: return silu(y), with y rounded to x's dtype.
         """
         layer = self.layers[layer_id]
         assert isinstance(layer, ConvLayer), f"layer {layer_id} is {type(layer).__name__}"
@@ -168,7 +168,7 @@ class StatePool(LayerState):
     def scan(self, inputs: ScanInputs, layer_id: int, metadata: AttentionMetadata) -> torch.Tensor:
         """Run the recurrence over tokens, see `ScanInputs`: [T, heads, v_dim] in v's dtype.
 
-        S_t = exp(g_t) S_{t-1} + k_t (x) u_t, o_t = S_t^T q_t; u_t = v_t, or, of corrected ones,
+        S_t = exp(g_t) S_{t-1} + k_t (x) u_t, o_t = S_t^T q_t; u_t = v_t, or, for corrected scans,
         u_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t).
         """
         layer = self.layers[layer_id]
@@ -193,7 +193,7 @@ class StatePool(LayerState):
     def bytes_for(
         specs: Sequence[RecurrentSpec], num_rows: int, max_tail: int, dtype: torch.dtype, num_kept: int = 0
     ) -> int:
-        """Bytes that a pool of these layers holds."""
+        """Return the bytes of a pool of these layers."""
         layers = [_allocate(spec, num_rows, max_tail, dtype, torch.device("meta"), num_kept) for spec in specs]
         tensors = [value for layer in layers for value in layer if isinstance(value, torch.Tensor)]
         return sum(t.nbytes for t in tensors)

@@ -1,8 +1,8 @@
-"""Sums over ranks in one kernel: every rank writes its part into the memory of the others and adds up what it was sent.
+"""A one-shot all-reduce: every rank writes its part into the memory of the others and adds up the parts it received.
 
-Nobody waits for another to have read: there are two places for each sum of a block, used in turns, and a rank that
-sends its second next part has the other's next one, which that sent after it had read this. So a sum costs one way
-between two GPUs. Parts are added in the order of ranks, in fp32, so results are bitwise equal on all of them.
+No rank waits until others have read its part: buffers alternate between two places, and a rank that sends the part
+after next has received the next part of each other rank, which sent that after reading this one. So a sum costs one
+way between two GPUs. Parts are added in the order of ranks, in fp32, so results are bitwise equal on all ranks.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ import triton.language as tl
 from specdec.backends.triton.launch.relaunch import CachedLaunch
 from specdec.backends.triton.launch.sizes import cdiv
 
-BLOCK_BYTES = 4096  # of a part, that one program sends, adds up and counts by itself
+BLOCK_BYTES = 4096  # of a part; one program sends, sums and counts each block independently
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 class PushedSum:
-    """Sums of the ranks of one group. `memory`: uint8, this rank's part of what all ranks can reach, `num_bytes` of it;
-    addresses: of every rank's part, as this rank reaches it. All memory must be zero before the first sum of any rank.
+    """Sums over the ranks of one group. memory: uint8, this rank's part of the symmetric memory, `num_bytes` of it;
+    addresses: of every rank's part, as mapped on this rank. All memory must be zero before the first sum of any rank.
 
-    Sums must come in the same order on all ranks, on one stream at a time. most: bytes of a part there is room for, a
-    multiple of BLOCK_BYTES.
+    Sums must come in the same order on all ranks, on one stream at a time. most: the largest part in bytes, a multiple
+    of BLOCK_BYTES.
     """
 
     def __init__(self, memory: torch.Tensor, addresses: Sequence[int], rank: int, most: int):
@@ -35,16 +35,16 @@ class PushedSum:
 
     @staticmethod
     def num_bytes(size: int, most: int) -> int:
-        """Return the bytes that a rank needs: two places for the part of each of `size` ranks, and their flags."""
+        """Return the bytes that a rank needs: two buffers for the part of each of `size` ranks, and their flags."""
         return 2 * size * most + 4 * size * (most // BLOCK_BYTES)
 
     @property
     def flags(self) -> torch.Tensor:
-        """Return the flags [size * blocks] int32 that others set here: how many parts they have sent."""
+        """Return the flags [size * blocks] int32 that other ranks set here: the number of parts they have sent."""
         return self._memory[2 * self._size * self._most :].view(torch.int32)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Return whether `x` is of a size and a dtype that this sums."""
+        """Return whether the size and dtype of `x` are supported."""
         return x.dtype in _DTYPES and 0 < x.numel() * x.element_size() <= self._most
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _pushed_sum_kernel(
     flags_at: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Sum `block` elements: send them, tell that they are there, wait for those of the others, add up."""
+    """Sum `block` elements: send them, set the flags, wait for the other ranks' elements, add up."""
     pid = tl.program_id(0)
     at = pid * block + tl.arange(0, block)
     mask = at < numel
@@ -92,7 +92,7 @@ def _pushed_sum_kernel(
         if other != rank:
             there = tl.load(addresses + other).to(tl.pointer_type(dtype))
             tl.store(there + (place + rank) * most + at, own, mask=mask)
-    tl.debug_barrier()  # all threads have stored, before one of them tells
+    tl.debug_barrier()  # all threads have stored before one of them sets the flags
     for other in tl.static_range(size):
         if other != rank:
             flags = (tl.load(addresses + other) + flags_at).to(tl.pointer_type(tl.int32))
@@ -103,7 +103,7 @@ def _pushed_sum_kernel(
             seen = tl.atomic_add(flags + other * num_blocks + pid, 0, sem="acquire", scope="sys")
             while seen < count:
                 seen = tl.atomic_add(flags + other * num_blocks + pid, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()  # one thread has seen it: now all may read
+    tl.debug_barrier()  # one thread has seen the flags: now all may read
     here = tl.load(addresses + rank).to(tl.pointer_type(dtype))
     total = tl.zeros([block], dtype=tl.float32)
     for other in tl.static_range(size):

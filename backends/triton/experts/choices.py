@@ -1,6 +1,6 @@
-"""Top-k of routers, a warp a row, and sums of chosen experts' results, and norms of these.
+"""Top-k of routers, one warp per row; weighted sums of the chosen experts' results; and norms of these sums.
 
-Routers ask for eight of 256, and torch sorts.
+Routers choose 8 of 256, for which torch sorts.
 
 Twins: those of `specdec.backends.experts.choices`.
 """
@@ -14,7 +14,7 @@ from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.norms import normalised
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
-COLUMNS = 1024  # of a program of `weighted_sum`, at most
+COLUMNS = 1024  # per program of `weighted_sum`, at most
 NORM_WARPS = 8
 
 
@@ -31,7 +31,8 @@ def _top_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row. Keys hold what orders scores, and below it what puts the lower of two equal ones' indices first."""
+    """Find the top k of one row. A key has an order-preserving score, and in its low bits the index, so that the lower
+    index wins among equal scores."""
     wait_for_others(PDL, True)
     row = tl.program_id(0).to(tl.int64)
     index, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
@@ -56,7 +57,7 @@ def _top_kernel(
 
 @triton.jit
 def _sum(rows, weights, token, h, H: tl.constexpr, K: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns h of the weighted sum of a token, fp32. ROUND: each product, to the dtype of rows."""
+    """Return columns h of a token's weighted sum, fp32. ROUND: round each product to the dtype of rows."""
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         weight = tl.load(weights + token * K + j).to(tl.float32)
@@ -79,7 +80,7 @@ def _weighted_sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A block of columns of one token; ROUND: see `_sum`."""
+    """Compute a block of columns of one token; ROUND: see `_sum`."""
     wait_for_others(PDL, True)
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -112,7 +113,7 @@ def _experts_norm_kernel(
     PDL: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """One token. SHARED: with what its shared experts give; GATED: times the sigmoid of a number."""
+    """Compute one token. SHARED: add the shared experts' output; GATED: first times the sigmoid of the token's gate."""
     token, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at, inside = token * H + h, h < H
     weight = tl.load(scale + h, mask=inside, other=0.0)

@@ -1,8 +1,8 @@
 """Products of few rows with experts in MXFP4 on Hopper: a thread multiplies the weights that it loads.
 
-Nothing goes through shared memory, and no warp waits for another; see `linear.quarters`. Of four warps two have even
-and two have odd blocks of 128 features, so sums are those of `quantised`, in the same order. Rows are loaded as words
-of 32 bits, two features each, which takes fewer registers.
+Nothing goes through shared memory, and no warp waits for another; see `linear.quarters`. Of four warps, two have even
+and two have odd blocks of 128 features, so sums are those of `quantised`, in the same order. Rows are loaded as 32-bit
+words of two features each, which takes fewer registers.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import appended, eighths_of_mxfp4
 
-COLUMNS = 64  # of a program; with half as many it is no faster on an H200
+COLUMNS = 64  # per program; 32 are no faster on an H200
 
 
 @triton.jit
 def _features(rows, left, LEFT: tl.constexpr):
-    """Load 16 after 16 of 128 features, two by two, from pointers [lanes, 2] on; zeros where rows do not have them.
+    """Load 128 features as eight tensors of 16, in words of two, at pointers [lanes, 2]; zeros past the end of a row.
 
-    left [lanes, 1]: how many there are up to the end of a row. LEFT: how many in its last two blocks, or 0 for 256.
+    left [lanes, 1]: features up to the end of the row. LEFT: features in its last two blocks, 0 for 256.
     """
     features = ()
     for j in tl.static_range(8):
@@ -39,14 +39,15 @@ def _features(rows, left, LEFT: tl.constexpr):
 
 @triton.jit
 def _weights(words, exponents, t, last, N):
-    """Load what two blocks have at pointers [lanes, 4] and [lanes], t pairs on; the `last` ones [lanes] past those."""
+    """Load words and exponents of pair t of blocks, from pointers [lanes, 4] and [lanes] to the first pair; t past
+    `last` [lanes] loads that."""
     at = tl.minimum(t, last) * (2 * N)
     return tl.load(words + (at * 16)[:, None]), tl.load(exponents + at)
 
 
 @triton.jit
 def _added(sums, features, packed, UPCAST: tl.constexpr):
-    """Return sums [4, columns, rows] and the products of a block of each warp; features: of `_features`."""
+    """Return sums [4, columns, rows] plus the products of a block per warp; features: of `_features`."""
     words, exponents = packed
     N: tl.constexpr = sums.shape[1]
     M: tl.constexpr = sums.shape[2]
@@ -84,10 +85,10 @@ def few_rows_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of the products with one expert; see `quantised._quantised_experts_kernel`.
+    """Compute BLOCK_N columns of the products with one expert; see `quantised._quantised_experts_kernel`.
 
-    A warp has half of the columns and of the blocks, and loads a block ahead. Columns past the last one repeat it.
-    LEFT: see `_features`.
+    A warp has half of the columns and half of the blocks, and prefetches one block. Columns past the last one repeat
+    it. LEFT: see `_features`.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     HALF: tl.constexpr = BLOCK_N // 2  # the columns of a warp
@@ -160,7 +161,7 @@ def launch(
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED,
         LEFT=K % 256,
-        BLOCK_M=8 if counts[0] <= 4 * E else 16,  # an expert has more on average
+        BLOCK_M=8 if counts[0] <= 4 * E else 16,  # rows per expert: above 4 on average
         BLOCK_N=COLUMNS,
         num_warps=4,
         **{name: value for name, value in constants.items() if name != "ROUTED"},

@@ -1,10 +1,10 @@
-"""Products of tokens with the experts that they were sent to, without a sort, atomics, or the host.
+"""Grouped products of tokens with their experts, without a sort, atomics, or the host.
 
-Twin: `specdec.backends.experts.grouped_linear`. For few rows a program finds the rows of its expert among
-all ids by itself and reads a tile of that expert's weight once, which decides the time of a decode; programs of experts
-that nobody chose leave. Above, another launch puts rows in the order of experts first; programs take blocks of them.
-Ids past the last expert are one more expert, of no features: its products are zero. One accumulator sums K in order, so
-a row's bits depend on neither its tile nor the other rows.
+Twin: `specdec.backends.experts.grouped_linear`. For few rows, a program scans all ids for the rows of its expert and
+reads a tile of that expert's weight once, which decides the time of a decode; programs of experts without rows exit.
+For more rows, another launch first orders rows by expert (`route`), and programs take blocks of them. Ids past the last
+expert are one more expert, without features: its products are zero. One accumulator sums K in order, so a row's bits
+depend on neither its tile nor the other rows.
 """
 
 from typing import Any
@@ -20,15 +20,15 @@ from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.tiles import Tile
 
-SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
-FEW = 64  # of them, a power of two, too
-SCANNED_AN_EXPERT = 8  # rows on average; above, some experts would have more than a tile, and be read again for them
-PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three on tensor cores, which leave out 2^-22 of a term
+SCANNED = 512  # rows, a power of two; for more, comparing the rows of a block with all ids costs more than a launch
+FEW = 64  # rows, also a power of two
+SCANNED_AN_EXPERT = 8  # rows on average; for more, some experts would have several tiles, and be read more than once
+PRECISION = tl.constexpr("tf32x3")  # of fp32 products: three TF32 products on tensor cores, which lose 2^-22 of a term
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids"])
 def _route_kernel(ids, order, starts, num_rows, E: tl.constexpr, BLOCK: tl.constexpr):
-    """One expert: the number of rows of lower ones is where its own begin; they come in their order."""
+    """Write one expert's rows to `order`, ascending; they start at the number of rows of all lower experts."""
     expert = tl.program_id(0)
     at = tl.zeros([], tl.int32)
     for first in range(0, num_rows, BLOCK):
@@ -47,7 +47,7 @@ def _route_kernel(ids, order, starts, num_rows, E: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def routed_block(starts, block, num_rows, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a block of rows, and where those begin and end in the order; they end at 0 past the last block."""
+    """Return the expert of a block of rows, and their begin and end in `order`; the end is 0 past the last block."""
     experts = tl.arange(0, BLOCK_E)
     begin = tl.load(starts + experts, mask=experts <= E, other=num_rows)
     end = tl.load(starts + experts + 1, mask=experts < E, other=num_rows)
@@ -61,8 +61,9 @@ def routed_block(starts, block, num_rows, E: tl.constexpr, BLOCK_E: tl.constexpr
 
 @triton.jit
 def scanned(ids, program, num_rows, by_row, E: tl.constexpr, BLOCK_IDS: tl.constexpr):
-    """The expert of a program that finds its rows by itself, which ids are of it, their places in it, and their number;
-    by_row: of the program's row, whose expert has none before. See `_grouped_linear_kernel`."""
+    """Scan all ids for a program's rows: return its expert, the mask of the expert's ids, their ranks among these, and
+    their number. by_row: 1 if the expert is that of row `program`, with 0 rows unless it is the expert's first. See
+    `_grouped_linear_kernel`."""
     i = tl.arange(0, BLOCK_IDS)
     found = tl.minimum(tl.load(ids + i, mask=i < num_rows, other=E).to(tl.int32), E)
     chosen = tl.load(ids + tl.minimum(program, num_rows - 1)).to(tl.int32)
@@ -75,7 +76,7 @@ def scanned(ids, program, num_rows, by_row, E: tl.constexpr, BLOCK_IDS: tl.const
 
 @triton.jit
 def line_of(order, is_own, rank, m, end, ROUTED: tl.constexpr, BLOCK_IDS: tl.constexpr):
-    """Return the ids' places of rows m of an expert."""
+    """Return the indices in `ids` of rows m of an expert."""
     if ROUTED:
         line = tl.load(order + m, mask=m < end, other=0)
     else:
@@ -86,7 +87,7 @@ def line_of(order, is_own, rank, m, end, ROUTED: tl.constexpr, BLOCK_IDS: tl.con
 
 @triton.jit
 def gated_columns(product, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return activation(gate) * up of columns that take turns; "swigluoai" in fp32, and rounded once."""
+    """Return activation(gate) * up of interleaved columns of gate and up; "swigluoai" in fp32, rounded once."""
     gate, up = tl.split(product.reshape([BLOCK_N // 2, 2, BLOCK_M]).permute(0, 2, 1))
     if ACTIVATION == "swigluoai":
         gate = tl.where(gate > 7, 7.0, gate)
@@ -128,10 +129,11 @@ def _grouped_linear_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of the products with one expert: of one block of its rows if ROUTED, else of all of them.
+    """Compute BLOCK_N columns of the products with one expert: for one block of its rows if ROUTED, else for all.
 
-    Else programs are of experts, or by_row (1 or 0) of the first row that each expert has. ACTIVATION: "" for a plain
-    product; else columns of gate and up take turns in a tile, as they do in the weight of "swigluoai".
+    Unless ROUTED, there is a program per expert, or, if by_row is 1, per row, and only the first row of each expert has
+    work. ACTIVATION: "" for a plain product; else gate and up columns are interleaved in a tile, as they are in the
+    weight of "swigluoai".
     """
     wait_for_others(PDL, False)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -182,17 +184,17 @@ def _grouped_linear_kernel(
 
 
 def is_scanned(num_rows: int, num_experts: int) -> bool:
-    """Return whether programs find the rows of their experts by themselves."""
+    """Return whether programs scan all ids for the rows of their experts."""
     return num_rows <= min(SCANNED, SCANNED_AN_EXPERT * num_experts)
 
 
 def tiling(num_rows: int, num_experts: int, K: int, itemsize: int, shared: int) -> Tile:
     """Return the tile for `num_rows` rows of all experts together, of K elements of `itemsize` bytes.
 
-    Few rows: narrow tiles, so that many programs read weights at once, where a program has much to read. Many: a tile
-    that reuses what it has loaded, as far ahead as `shared` memory has bytes for.
+    Few rows: narrow tiles, so that many programs read weights at once, if each has much to read. Many rows: a large
+    tile that reuses loaded data, with as many stages as fit in `shared` bytes of memory.
     """
-    if itemsize > 2:  # its parts take registers: larger tiles would not fit them
+    if itemsize > 2:  # TF32 parts take registers: larger tiles would not fit
         return Tile(16, 64, 32, 4, 4) if is_scanned(num_rows, num_experts) else Tile(32, 128, 32, 4, 3)
     if is_scanned(num_rows, num_experts):
         is_short = num_rows <= FEW and (num_rows > 16 or K <= 1024)
@@ -212,7 +214,7 @@ def grouped_linear(
     activation: str = "",
 ) -> torch.Tensor:
     """See `specdec.backends.experts.grouped_linear`; bf16, fp16 or fp32, weight with a dense dim besides the first."""
-    if weight.stride(2) != 1:  # a view: it is dense the other way round
+    if weight.stride(2) != 1:  # a transposed view
         weight, is_transposed = weight.transpose(1, 2), not is_transposed
     assert weight.stride(2) == 1 and x.dtype == weight.dtype, "experts need a dense dim, and x of their dtype"
     x, ids = x.contiguous(), expert_ids.contiguous()
@@ -251,10 +253,10 @@ def grouped_linear(
 def grouping(
     x: torch.Tensor, ids: torch.Tensor, num_experts: int, block_m: int
 ) -> tuple[tuple[Any, ...], int, dict[str, Any]]:
-    """Return arguments, grid size and constants of a launch that follow from the choices `ids` of experts.
+    """Return the arguments, grid size and constants of a launch that depend on the expert choices `ids`.
 
-    Arguments: the results of `route`, or `ids` twice where programs find their rows themselves; the number of rows, how
-    many of them each row of x has, and by_row. Grid size: the most groups of `block_m` rows that there can be.
+    Arguments: the results of `route`, or `ids` twice if programs scan them; the number of rows, the rows per row of x,
+    and by_row. Grid size: an upper bound of the groups of `block_m` rows.
     """
     num_rows = ids.numel()
     is_routed, num_groups = not is_scanned(num_rows, num_experts), min(num_experts + 1, num_rows)
@@ -268,7 +270,7 @@ def grouping(
 
 
 def route(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows [num_rows] in the order of experts, and where each expert's begin [E + 1], both int32."""
+    """Return the rows ordered by expert [num_rows], and where each expert's begin [E + 1], both int32."""
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
     _route_kernel[(num_experts + 1,)](ids, order, starts, ids.numel(), E=num_experts, BLOCK=4096, num_warps=8)

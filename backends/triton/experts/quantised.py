@@ -1,7 +1,7 @@
-"""Products of tokens with experts in MXFP4 or in FP8 blocks, whose rows programs find as `products` does.
+"""Grouped products of tokens with experts in MXFP4 or in FP8 blocks; programs find their rows as in `products`.
 
-Twins: `specdec.backends.experts.quantised`. Weights are unpacked, or scaled, and summed as those of `triton.linear`:
-two accumulators, of even and of odd blocks of 128 features.
+Twins: `specdec.backends.experts.quantised`. Weights are unpacked, or scaled, as in `triton.linear`, and summed in two
+accumulators, for even and odd blocks of 128 features.
 """
 
 from typing import NamedTuple
@@ -43,9 +43,9 @@ def _added(
     FP8: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return `total` and the product of a block of features, or of one each, `of_n` and `of_row`.
+    """Return `total` plus products of blocks of features: number of_n of each column, of_row of each row.
 
-    rows, row_scales, weight, scales: pointers to the first block of each. stride: of blocks of MXFP4.
+    rows, row_scales, weight, scales: pointers to the first blocks. stride: of blocks of MXFP4.
     """
     features = tl.arange(0, 128)[None, :]
     inside = has_row[:, None] & ((of_row * 128)[:, None] + features < K)
@@ -98,7 +98,7 @@ def _quantised_experts_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of the products with one expert; see `products._grouped_linear_kernel` and `parts`."""
+    """Compute BLOCK_N columns of the products with one expert; see `products._grouped_linear_kernel` and `parts`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     HALVES: tl.constexpr = 2 if PAIRED else 1
     HALVED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "swigluoai"
@@ -106,7 +106,7 @@ def _quantised_experts_kernel(
     i, j = tl.arange(0, HALVES * BLOCK_N), tl.arange(0, HALVES * BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + i % BLOCK_N
     is_column = n < N
-    if HALVED:  # gate's columns come first in the weight, and take turns with up's in a tile
+    if HALVED:  # gate's columns come first in the weight, and are interleaved with up's in a tile
         n = n // 2 + n % 2 * (N // 2)
     program = tl.program_id(1)
     if ROUTED:
@@ -160,7 +160,7 @@ def _quantised_experts_kernel(
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, whether it has both sums, its warps, and tiles that it loads ahead."""
+    """Rows and columns of a tile, whether one product has both accumulators, warps, and pipeline stages."""
 
     m: int
     n: int
@@ -212,7 +212,7 @@ def _grouped(
     dtype: torch.dtype,
     activation: str,
 ) -> torch.Tensor:
-    """Return products with experts in FP8 where there are row_scales, else in MXFP4."""
+    """Return products with experts, in FP8 if there are row_scales, else in MXFP4."""
     x, ids, is_fp8 = x.contiguous(), expert_ids.contiguous(), row_scales is not None
     num_experts, num_rows, K = weight.shape[0], ids.numel(), x.shape[1]
     N, num_blocks = weight.shape[1 if is_fp8 else 2], cdiv(K, 128)

@@ -1,9 +1,9 @@
-"""Kernels compiled on threads, before what launches them runs for the first time.
+"""Compiles kernels on threads, ahead of the first run of the code that launches them.
 
-Compiling a kernel takes 0.2-0.5 s, in worker processes during a first attach (see `workers`), and the kernels of a body
-are met one after another. So bodies run once beforehand without their launches: those only tell which kernels there
-are. What a kernel would have filled is zero, and whatever torch indexes by is taken as zero. Ranks tell each other
-nothing meanwhile: each may rehearse what it likes, or fail in it.
+Compiling a kernel takes 0.2-0.5 s, in worker processes during a first attach (see `workers`), and code that runs
+normally compiles its kernels one after another. So it is rehearsed first: it runs without its launches, which only
+collect the kernels to compile. Tensors that a kernel would have written are zero, and so are indices that torch uses.
+Collectives do nothing in a rehearsal: ranks may rehearse different code, or fail in it.
 """
 
 import threading
@@ -43,16 +43,16 @@ _rehearsal = threading.Lock()  # one at a time: each replaces Triton's launches 
 
 
 def is_rehearsing() -> bool:
-    """Return whether this thread leaves launches out."""
+    """Return whether this thread skips launches."""
     return _thread.is_rehearsing
 
 
 @contextmanager
 def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[Callable[[], int]]:
-    """Within it, this thread's launches of the kernels of `package` launch nothing, and return None.
+    """Make this thread's launches of kernels of `package` launch nothing and return None, within the `with` block.
 
-    Threads compile them and load them on `device`, after it has ended, too: a launch waits for its own kernel, and says
-    why one does not compile. Gives a function that returns how many kernels were not in memory so far.
+    Threads compile the kernels and load them on `device`, also after the block has ended: a launch waits for its own
+    kernel, and raises its compile error. Yields a function that returns how many kernels were not in memory so far.
     """
     pool = _Workers(device, num_compiling())
     close_with_attach(pool)
@@ -64,7 +64,7 @@ def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[Ca
 
 
 class _Unawaited(triton.AsyncCompileMode):
-    """Ends without waiting for what it has begun."""
+    """Ends without waiting for pending compilations."""
 
     def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         kernel = super().submit(key, compile_fn, finalize_fn)
@@ -78,7 +78,7 @@ class _Unawaited(triton.AsyncCompileMode):
 
 @contextmanager
 def _without_launches(package: str) -> Iterator[None]:
-    """Compile where a kernel of `package` would be launched, in this thread only."""
+    """Compile kernels of `package` instead of launching them, in this thread only."""
     with _rehearsal:
         run = JITFunction.run
 
@@ -98,8 +98,7 @@ def _without_launches(package: str) -> Iterator[None]:
 
 
 class _Zeros(TorchDispatchMode):
-    """Makes allocations, indices and tensors of other ranks zero, within ops of ours, too; writes by an index write
-    nothing."""
+    """Zeroes allocations, indices and tensors of other ranks, also within our own ops; indexed writes write nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,13 +119,13 @@ class _Zeros(TorchDispatchMode):
 
 
 def _zeros(index: Any) -> Any:
-    """Return zeros like `index`, a tensor or some in a list; masks are left."""
+    """Return zeros like `index`, a tensor or a list of tensors; masks are kept."""
     is_index = lambda t: not t.is_floating_point() and t.dtype != torch.bool  # noqa: E731
     return tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t) if is_index(t) else t, index)
 
 
 class _Workers(ThreadPoolExecutor):
-    """Threads whose current device is `device`; a compiled kernel is loaded, too, with its launcher."""
+    """Threads whose current device is `device`; they also load compiled kernels, with their launchers."""
 
     def __init__(self, device: torch.device, num: int):
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,5 +1,5 @@
-"""The fence that Triton before 3.7.1 leaves out between copies to shared memory and wgmma, the products of large tiles
-on Hopper: the two see shared memory through different proxies, and a product may read what was there before."""
+"""The fence that Triton before 3.7.1 omits between copies to shared memory and wgmma, which multiplies large tiles on
+Hopper: the two access shared memory through different proxies, so wgmma may read stale data."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ LACKS_FENCES = tl.constexpr(not INTERPRETED and TorchVersion(triton.__version__)
 
 @triton.jit
 def fence_copies(NUM_ROWS: tl.constexpr):
-    """Have a product of a tile of NUM_ROWS rows see what was copied before it; wgmma takes tiles of 64 rows or more."""
+    """Make copies before the product of a tile of NUM_ROWS rows visible to it; wgmma takes tiles of 64 or more rows."""
     if LACKS_FENCES:
         if NUM_ROWS >= 64:
             if cuda_capability_geq(9, 0):

@@ -16,10 +16,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.triton.launch.ahead import is_rehearsing
 
-# Programmatic dependent launch: a kernel is launched before the one in front has ended. SPECDEC_PDL=0 turns it off.
+# Programmatic dependent launch: a kernel is launched before the previous one has ended. SPECDEC_PDL=0 turns it off.
 PDL = os.environ.get("SPECDEC_PDL", "1") == "1"
-EARLY_ROWS = 128  # at most, of products and norms that are launched so
-OUR_ROWS = 64  # at most, of products that are ours in any case: those of more may be cuBLAS's
+EARLY_ROWS = 128  # at most, of products and norms that use it
+OUR_ROWS = 64  # at most, of products that always run our kernels: larger ones may run cuBLAS
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton.jit reads it too, on import
 
 
@@ -43,8 +43,8 @@ class CachedLaunch:
     """Launches a JIT function and looks up its compiled kernel only once per device, dtypes and constants.
 
     For kernels that specialise on nothing else: not on integers, which must fit 32 bits, and not on the alignment of
-    pointers, unless those pointers are always aligned equally. An instance lives beside its kernel, as Triton's own
-    cache does.
+    pointers, unless those pointers are always aligned equally. An instance lives as long as its kernel, like Triton's
+    own cache.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ def cached_launch(
 
 
 def _loaded(compiled: Any) -> Any:
-    """Return a kernel itself where Triton's launch has returned the future of one that was compiled ahead."""
+    """Return a kernel, from its future if Triton's launch has returned that of a kernel compiled ahead."""
     return compiled.result() if hasattr(compiled, "result") else compiled
 
 
 def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequence[Any]) -> None:
-    """Launch as compiled[grid](*args) does, but without the hooks of Triton's own profiler and the data for them."""
+    """Launch as compiled[grid](*args) does, without the hooks of Triton's profiler and their metadata."""
     if is_rehearsing():
         return
     stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -94,21 +94,22 @@ def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequ
 
 
 def follows_early(num_rows: int = 1) -> bool:
-    """Return whether kernels that wait for the one before are launched before it ends (PDL, from Hopper on).
+    """Return whether kernels that wait for the previous one are launched before it ends (PDL, from Hopper on).
 
-    num_rows: of a product, or of a norm before one; those of many rows take too long to gain by it.
+    num_rows: of a product, or of a norm before one; those of many rows run too long to gain from it.
     """
     return PDL and num_rows <= EARLY_ROWS and capability() >= 90
 
 
 def early(num_rows: int = 1) -> dict[str, bool]:
-    """Arguments of a launch whose kernel begins with `wait_for_others(PDL, ...)`; see `follows_early`."""
+    """Return the arguments of a launch whose kernel begins with `wait_for_others(PDL, ...)`; see `follows_early`."""
     is_early = follows_early(num_rows)
     return {"PDL": is_early, "launch_pdl": is_early}
 
 
 def early_and_leading(num_rows: int) -> dict[str, bool]:
-    """Arguments of a launch whose kernel begins with `wait_for_others(PDL, LEADS)`, and that a product may follow.
+    """Return the arguments of a launch whose kernel begins with `wait_for_others(PDL, LEADS)` and may run before a
+    product.
 
     num_rows: of that product, or more.
     """
@@ -118,8 +119,8 @@ def early_and_leading(num_rows: int) -> dict[str, bool]:
 
 @triton.jit
 def wait_for_others(PDL: tl.constexpr, LEADS: tl.constexpr):
-    """Wait until the kernels before have ended. LEADS: the next one may start: it waits, too, since it is ours, or
-    starts later anyway; not where a library's, such as cuBLAS's, may follow."""
+    """Wait until all previous kernels have ended. LEADS: let the next kernel start now. It must be ours, which waits as
+    well, or be launched without PDL; LEADS is not for kernels before a library's, such as cuBLAS's."""
     if PDL:
         if LEADS:
             gdc_launch_dependents()
@@ -127,7 +128,7 @@ def wait_for_others(PDL: tl.constexpr, LEADS: tl.constexpr):
 
 
 def capability() -> int:
-    """Return the compute capability of the GPU, such as 90 for Hopper; 0 without one of NVIDIA's."""
+    """Return the compute capability of the GPU, such as 90 for Hopper; 0 without an NVIDIA GPU."""
     return 0 if INTERPRETED else _capability(triton.runtime.driver.active.get_current_device())
 
 
@@ -139,5 +140,5 @@ def _capability(device: int) -> int:
 
 
 def is_aligned(*tensors: torch.Tensor | None) -> bool:
-    """Return whether Triton treats all `tensors` as aligned, as is nearly always the case; others get other kernels."""
+    """Return whether Triton treats all `tensors` as aligned, as nearly always; unaligned ones need other variants."""
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)

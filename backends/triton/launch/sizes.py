@@ -1,4 +1,4 @@
-"""`triton.cdiv` and `triton.next_power_of_2` for launches: from the host, Triton's own take microseconds a call."""
+"""`triton.cdiv` and `triton.next_power_of_2` for launches: on the host, Triton's own take microseconds per call."""
 
 
 def cdiv(x: int, y: int) -> int:

@@ -32,15 +32,16 @@ from triton.runtime.jit import JITFunction
 
 MOST = 16  # threads, and processes for them
 DONE = "attached"  # a file in Triton's cache
-_CURRENT: list["CompileWorkers | None"] = []  # of the attach that runs; None: all kernels are cached
+_CURRENT: list["CompileWorkers | None"] = []  # of the running attach; None: all kernels are cached
 
 
 @contextmanager
 def compile_workers(name: str) -> Iterator[None]:
-    """Within it, workers compile the kernels of `ahead`, unless it ended without an error for `name` before: Triton's
-    cache holds a note of that, with the kernels. One at a time. name: all that the choice of kernels depends on."""
+    """Let worker processes compile the kernels of `ahead` within the `with` block, unless Triton's cache, which has the
+    kernels, notes that a block for `name` ended without error before. One block at a time. name: all that the choice of
+    kernels depends on."""
     workers = None
-    with suppress(OSError, ValueError):  # the cache may not be written to, or no process start: nothing depends on it
+    with suppress(OSError, ValueError):  # the cache may be read-only, or no process may start: both are optional
         notes = get_cache_manager(_digest(name))
         if not notes.get_file(DONE):
             workers = CompileWorkers(num_compiling())
@@ -57,7 +58,7 @@ def compile_workers(name: str) -> Iterator[None]:
 
 
 def kernels_are_cached() -> bool:
-    """Return whether the same was attached before on this machine: loading its kernels is faster than a rehearsal."""
+    """Return whether the same was attached before on this machine: loading kernels is faster than rehearsing then."""
     return None in _CURRENT
 
 
@@ -75,20 +76,20 @@ def num_compiling() -> int:
 
 
 def compile_in_worker(compiling: Callable[[], Any]) -> None:
-    """Have a worker, if there is one, put into Triton's cache what `compiling`, given to an executor by Triton's
-    AsyncCompileMode, would compile. What fails there is left to `compiling`."""
+    """Compile, in a worker if there is one, the kernel that `compiling` would, into Triton's cache. compiling: the
+    function that Triton's AsyncCompileMode submits to an executor. If the worker fails, `compiling` compiles."""
     for workers in filter(None, _CURRENT):
         workers.compile(compiling)
 
 
 def close_with_attach(pool: Executor) -> None:
-    """Have the attach that runs, if one does, wait for `pool` before its workers end."""
+    """Make the running attach, if any, wait for `pool` before it ends its workers."""
     for workers in filter(None, _CURRENT):
         workers.pools.append(pool)
 
 
 class CompileWorkers:
-    """`num` worker processes. They end with `close`, or with this process. pools: what may be waiting for them."""
+    """`num` worker processes. They end with `close`, or with this process. pools: executors that may wait for them."""
 
     def __init__(self, num: int):
         self.pools: list[Executor] = []
@@ -109,15 +110,15 @@ class CompileWorkers:
             self._idle.put(our)
 
     def compile(self, compiling: Callable[[], Any]) -> None:
-        """Have a worker compile what `compiling` would, if one is ready, and wait for it."""
+        """Compile what `compiling` would in a worker, if one is ready, and wait for it."""
         parts = inspect.getclosurevars(compiling).nonlocals
         if not {"src", "target", "options"} <= parts.keys():  # in another version of Triton
             return
         src = parts["src"]
-        key = src.fn.cache_key  # which depends on the kernels that had theirs before
+        key = src.fn.cache_key  # depends on which kernels computed theirs before
         job = (src.fn, key, src.signature, src.constants, src.attrs, parts["target"], vars(parts["options"]))
         worker = self._idle.get()
-        with suppress(Exception):  # it is gone, or the job cannot be pickled
+        with suppress(Exception):  # the worker is gone, or the job cannot be pickled
             if worker.poll():
                 worker.recv()
                 worker.send(job)
@@ -135,7 +136,7 @@ class CompileWorkers:
 
 
 class _NamedTarget:
-    """What Triton asks of a driver while it compiles."""
+    """The part of a driver that Triton uses to compile."""
 
     def __init__(self, target: GPUTarget):
         self.get_current_target = lambda: target
@@ -149,11 +150,11 @@ ForkingPickler.register(JITFunction, lambda kernel: (_find, (kernel.module, kern
 
 
 def _serve(connection: Connection) -> None:
-    """Say that the worker is ready, and compile what comes, until the other end closes."""
+    """Report that the worker is ready, then compile a job, and repeat until the other end closes."""
     with suppress(OSError):
         while True:
             connection.send(None)
-            with suppress(Exception):  # whoever asked compiles it, and meets the error
+            with suppress(Exception):  # the caller compiles it, and gets the error
                 kernel, kernel.hash, signature, constants, attrs, target, options = connection.recv()
                 driver.set_active(_NamedTarget(target))
                 compiled = triton.compile(ASTSource(kernel, signature, constants, attrs), target, options)
@@ -163,15 +164,15 @@ def _serve(connection: Connection) -> None:
 
 def _main(ends: list[int]) -> None:
     """Fork a worker for each of `ends`, file descriptors, and wait for them."""
-    triton_key()  # hashes Triton's compiler, once a process
+    triton_key()  # hashes Triton's compiler, once per process
     own = build._build
-    build._build = lambda *args: own(*args[:-1], [*args[-1], "-O0"])  # launchers take a C compiler half the time
+    build._build = lambda *args: own(*args[:-1], [*args[-1], "-O0"])  # halves the C compiler's time for launchers
     for end in ends:
         if os.fork() == 0:
             for other in set(ends) - {end}:
                 os.close(other)
             _serve(Connection(end))
-            os._exit(0)  # torch takes a second to end
+            os._exit(0)  # torch takes a second to shut down
     for end in ends:
         os.close(end)
     for _ in ends:

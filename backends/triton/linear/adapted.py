@@ -1,9 +1,9 @@
-"""Products of few rows and what adapters add to them, in two launches: the sums of `shrink`, then a product that adds
-B @ sums to its own tile before it stores it.
+"""Products of few rows with LoRA adapters, in two launches: the sums of `shrink`, then a product that adds B @ sums to
+its tile in the epilogue.
 
 Twins: `product_twin`, `lora_twin`, `gate_twin`, one after the other. Bits are those of `products`, `lora` and `gates`.
-The second launch begins while the first one runs (PDL), and waits for it when its own product is done. All else that it
-reads is complete: the first one lets it begin when all before has ended.
+The second launch starts while the first one runs (PDL), and waits for it only after its main loop. Its other inputs are
+complete by then: the first launch triggers it only after all kernels before have ended.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ from specdec.backends.triton.linear.products import SMALL, dot, finished, first_
 from specdec.backends.triton.linear.shrink import sums_by_adapter
 from specdec.backends.triton.linear.tiles import choose_tile
 
-MOST_ROWS = 64  # with 128 of them the ops apart are faster
-AHEAD = tl.constexpr(3)  # tiles of B, and the one that is multiplied
-REGISTERS = 184  # of a thread with a gate: programs of both launches fit on a multiprocessor
-SPAN = 8192  # elements of B or of rows that are multiplied at once, but for large ranks
+MOST_ROWS = 64  # with 128 rows, separate ops are faster
+AHEAD = tl.constexpr(3)  # pipeline stages of B's tiles
+REGISTERS = 184  # per thread with a gate: programs of both launches fit on a multiprocessor
+SPAN = 8192  # elements of B or of rows that are multiplied at once, except for large ranks
 
 
 @triton.jit
 def _together(weights, low, own, n, size, SPAN: tl.constexpr, UPCAST: tl.constexpr):
-    """Return what `one_by_one` does: the B of SPAN // RANK adapters are one product, with rows that are 0 but for
-    their own. Those that no row has are not loaded. Zeros change no sum, unless they meet what is not finite.
+    """Return what `one_by_one` does, with the B of SPAN // RANK adapters in one product: a row is zero outside its own
+    adapter's columns. B of adapters without rows is not loaded. Zeros change no sum, except times non-finite values.
     """
     RANK: tl.constexpr = low.shape[1]
     COUNT: tl.constexpr = SPAN // RANK
@@ -42,7 +42,7 @@ def _together(weights, low, own, n, size, SPAN: tl.constexpr, UPCAST: tl.constex
     added = tl.zeros([n.shape[0], low.shape[0]], tl.float32)
     for first in tl.range(tl.min(tl.where(own > 0, own, last), 0), last + 1, COUNT, num_stages=AHEAD):
         has_one = tl.max((own[:, None] == (first + i)[None, :]).to(tl.int32), 0)
-        present = tl.sum(has_one << i, 0)  # a bit for each, so that loads stay wide
+        present = tl.sum(has_one << i, 0)  # a bit per adapter, so that loads stay wide
         inside = (n < size)[:, None] & ((present >> (c // RANK)) & 1 == 1)[None, :]
         column = weights + (first - 1 + c // RANK).to(tl.int64) * size * RANK + c % RANK
         b = tl.load(column[None, :] + n[:, None] * RANK, mask=inside, other=0.0)
@@ -68,10 +68,10 @@ def _with_adapters(
     SPAN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return `product` [BLOCK_N, BLOCK_M] plus scale * B @ sums of rows with an adapter; n: columns of one part."""
+    """Return `product` [BLOCK_N, BLOCK_M] plus scale * B @ sums for rows with an adapter; n: columns of one part."""
     low = low_rows(sums, rows, own, num_rows, NUM_CHUNKS, RANK, product.dtype)
     added = _together(weights, low, own, n, size, SPAN, UPCAST)
-    if tl.max((added != added).to(tl.int32)) > 0:  # 0 times what is not finite, perhaps of another row's adapter
+    if tl.max((added != added).to(tl.int32)) > 0:  # NaN: perhaps 0 times a non-finite value of another row's adapter
         added = one_by_one(weights, low, own, n, size, UPCAST)
     return plus(product.to(tl.float32), added, scales, own).to(product.dtype)
 
@@ -115,8 +115,8 @@ def _adapted_kernel(
     PDL: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """See `products._product_kernel`. n0, n1, n2: columns of the parts, which begin where tiles do; behind them there
-    are no adapters. With an activation, gate and up are the parts."""
+    """See `products._product_kernel`. n0, n1, n2: columns of the parts, which begin at tile boundaries; columns after
+    them have no adapters. With an activation, gate and up are the parts."""
     N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
     first_m, first_n = first_row(num_rows, BLOCK_M), tl.program_id(1) * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
@@ -161,7 +161,7 @@ def lora_linear(
 ) -> torch.Tensor | None:
     """See `specdec.backends.linear.lora.lora_linear`; rows x [T, K], adapters [T] int64.
 
-    None for many rows, tensors that are not aligned or dense, and parts that do not begin where tiles do.
+    None for many rows, tensors that are not aligned or dense, and parts that do not begin at tile boundaries.
     """
     if not 0 < len(x) <= MOST_ROWS or x.stride(1) != 1 or not is_aligned(x, weight, bias, *a, *b, *scales):
         return None

@@ -1,4 +1,4 @@
-"""Products of many rows: cuBLAS or cuBLASLt, where its bits are our kernel's, as they are where K is not split."""
+"""Products of many rows: cuBLAS or cuBLASLt where their results equal our kernel's bit for bit, as without split-K."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from specdec.backends.triton.launch.ahead import is_rehearsing
 from specdec.backends.triton.launch.relaunch import OUR_ROWS
 from specdec.backends.triton.linear import gates, products
 
-TIMED_ROWS, TIMES = 1024, 2  # up to here the fastest way runs: cuBLAS can take 266 µs where cuBLASLt takes 160
+TIMED_ROWS, TIMES = 1024, 2  # up to here implementations are timed: cuBLAS can take 266 µs where cuBLASLt takes 160
 HEAD_START = 1 << 18  # cycles that the GPU waits, so that launches are queued before it runs them
 CHECKED_APART, LEAST_CHECKED = 64, 16  # rows: one of each of the smallest tiles that cuBLAS has for many rows
 SEED = 0
@@ -19,13 +19,13 @@ SEED = 0
 
 # Multiplies rows x [M, K] with weight [N, K], and adds a bias [N] or None.
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-# By shape: the library's way with our bits, None for our kernel. Of this process, as Triton's own caches are; cuBLAS
-# does not change in it.
+# By shape: the library call with our bits, None for our kernel. Process-wide, like Triton's own caches; cuBLAS's choice
+# does not change within a process.
 ANSWERS: dict[tuple[object, ...], Linear | None] = {}
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    """See `products.product`, for any number of rows. A rehearsal meets the kernels of both ways."""
+    """See `products.product`, for any number of rows. A rehearsal compiles the kernels of both implementations."""
     if x.shape[0] <= OUR_ROWS:
         return products.product(x, weight, bias, activation)
     if is_rehearsing():
@@ -49,8 +49,7 @@ def by_cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def by_cublas_lt(weight: torch.Tensor) -> Linear:
-    """Return a product without a bias by cuBLASLt, which seldom splits K: torch gives it products with a bias, of zeros
-    here."""
+    """Return a bias-free product by cuBLASLt, which seldom splits K: torch calls it only with a bias, of zeros here."""
     zeros = weight.new_zeros(weight.shape[0])
     return lambda x, weight, _: F.linear(x, weight, zeros)
 
@@ -58,11 +57,11 @@ def by_cublas_lt(weight: torch.Tensor) -> Linear:
 def with_our_bits(
     num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> Linear | None:
-    """Return a library's way to multiply `num_rows` rows with weights of this shape to the bits of our kernel, or None,
-    which stands for that, if no library has them or if it is faster.
+    """Return a library call that multiplies `num_rows` rows with weights of this shape to the bits of our kernel; None,
+    for our kernel, if no library has these bits or our kernel is faster.
 
-    That differs from one number of rows to the next. The first call compares and times them, which waits for the GPU,
-    unless a capture runs: then the answer is None, which is always right.
+    The result differs from one number of rows to the next. The first call compares and times implementations, which
+    waits for the GPU, except during a capture, when it returns None, which is always correct.
     """
     key = (num_rows, *weight.shape, weight.dtype, weight.device, bias is not None, activation)
     if key not in ANSWERS:
@@ -78,9 +77,8 @@ def with_our_bits(
 
 
 def _agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, linear: Linear) -> bool:
-    """Compare some of `num_rows` random rows, one of every tile, the first and the last among them. Zeros show nothing.
-
-    Our kernel takes LEAST_CHECKED at a time.
+    """Compare results of some of `num_rows` random rows: one of every tile, with the first and the last row. If all of
+    ours are zero, the comparison fails. Our kernel takes LEAST_CHECKED rows at a time.
     """
     random = torch.Generator(weight.device).manual_seed(SEED)
     x = torch.randn(num_rows, weight.shape[1], generator=random, dtype=weight.dtype, device=weight.device)
@@ -93,7 +91,7 @@ def _agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, line
 def _ms(
     num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, linear: Linear | None
 ) -> float:
-    """Return the least of TIMES times that a product takes on the GPU, after one that loads its kernel."""
+    """Return the minimum of TIMES GPU times of a product, in ms, after a warm-up run."""
     if not weight.is_cuda:
         return 0.0
     x = weight.new_zeros(num_rows, weight.shape[1])

@@ -25,7 +25,8 @@ from specdec.backends.triton.linear.rounding import quantised
 def _quantise_kernel(
     x, out, scales, stride, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
 ):
-    """GROUPS groups of features of one row of K, a scale each. GROUP: 128, or at least K; stride in units of 16."""
+    """Quantise GROUPS groups of features of one row of K, with a scale per group. GROUP: 128, or at least K; stride in
+    units of 16."""
     wait_for_others(PDL, True)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -89,7 +90,7 @@ def gated_linear_fp8(
     dtype: torch.dtype,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.backends.linear.fp8.gated_linear_fp8`. Two launches where rows are many."""
+    """See `specdec.backends.linear.fp8.gated_linear_fp8`. Many rows take two launches."""
     rows = _rows(x)
     if not takes(len(rows), len(weights[0]), scales, activation):
         return quantise(fp8_linear(x, row_scales, weights, scales, bias, dtype, activation), False)

@@ -1,7 +1,7 @@
 """Gated products of few rows and weights in FP8 by blocks, on Hopper. A program has 128 columns, and may quantise them.
 
-Sums are those of `parts`, in one loop over all quarters of K, so that blocks of the next quarter are on their way while
-one ends. Weights are the first operand: wgmma wants 64 rows or more there, and x has fewer.
+Sums are those of `parts`, in one loop over all quarters of K, so that blocks of the next quarter are prefetched while
+one ends. Weights are the first operand: wgmma needs at least 64 rows there, and x has fewer.
 
 Twins: `specdec.backends.linear.fp8`.
 """
@@ -28,13 +28,13 @@ from specdec.backends.triton.linear.rounding import quantised
 from specdec.backends.triton.linear.tiles import NUM_MULTIPROCESSORS
 
 MOST_ROWS, LEAST_BUSY = 16, 0.75  # rows, and share of multiprocessors
-BLOCKS, NUM_STAGES = 2, 3  # blocks of features in a step, and steps that are loaded ahead; measured on an H200
+BLOCKS, NUM_STAGES = 2, 3  # blocks of features per step, and pipeline stages; measured on an H200
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def _added(sums, rows, row_scale, weight, scales, has_column, has_row, UPCAST: tl.constexpr):
-    """Return `sums` [columns, rows] and a product of blocks; scales: pointers to that of the columns, for each row."""
+    """Return `sums` [columns, rows] plus a product of blocks; scales: for each row a pointer to the columns' scale."""
     w = tl.load(weight[:, None] + tl.arange(0, 128)[None, :], mask=has_column[:, None], other=0.0)
     scale = row_scale * tl.load(scales, mask=has_row, other=0.0)
     fence_copies(w.shape[0])
@@ -68,9 +68,9 @@ def _gated_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """128 columns of out [num_rows, N], of DTYPE, or FP8 if QUANTISES. N and stride in units of 16.
+    """Compute 128 columns of out [num_rows, N], of DTYPE, or FP8 if QUANTISES. N and stride in units of 16.
 
-    IS_UNEVEN: quarters of K are no whole steps of BLOCKS blocks, or the last ones are shorter.
+    IS_UNEVEN: quarters of K are not whole steps of BLOCKS blocks, or the last ones are shorter.
     """
     N, stride, number = N * 16, stride * 16, tl.program_id(0)
     n, m = number * 128 + tl.arange(0, 128), tl.arange(0, BLOCK_M)
@@ -108,9 +108,9 @@ def _gated_kernel(
 
 
 def takes(num_rows: int, N: int, scales: Sequence[torch.Tensor], activation: str) -> bool:
-    """Return whether the product of `num_rows` rows and N columns is one of these; scales: of the weights.
+    """Return whether `gated_fp8` is the kernel for `num_rows` rows and N columns; scales: of the weights.
 
-    Programs, one a multiprocessor, have to keep most of those busy: with fewer, narrower tiles are faster.
+    Programs, one per multiprocessor, must keep most of them busy: with fewer programs, narrower tiles are faster.
     """
     if not activation or num_rows > MOST_ROWS or scales[0].dim() == 1:
         return False
@@ -129,7 +129,7 @@ def gated_fp8(
     activation: str,
     quantises: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.backends.linear.fp8.gated_linear_fp8`; x [M, K]. Not quantised, it is of `dtype`, without scales."""
+    """See `specdec.backends.linear.fp8.gated_linear_fp8`; x [M, K]. Without `quantises`: `dtype`, no scales."""
     num_rows, num_blocks, N = x.shape[0], x.shape[1] // 128, weights[0].shape[0]
     out = torch.empty(num_rows, N, dtype=torch.float8_e4m3fn if quantises else dtype, device=x.device)
     out_scales = torch.empty(num_rows, N // 128 if quantises else 0, dtype=torch.float32, device=x.device)

@@ -1,4 +1,4 @@
-"""Gates within products and after them, with the same bits.
+"""Gates, in the epilogue of products or in a kernel after them, with the same bits.
 
 Twins: `specdec.backends.gates.gate_twin` and `apply_gate_twin`.
 """
@@ -58,8 +58,8 @@ def _gate_kernel(
     PDL: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """A block of columns of one row of out [rows, N]. Row r of gate begins at UNIT times r // inner strides outer plus
-    r % inner strides inner, and so does that of up."""
+    """Compute a block of columns of one row of out [rows, N]. Row r of gate begins at UNIT * (r // inner * stride_outer
+    + r % inner * stride_inner), that of up likewise with up_inner, up_outer and up_stride."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_others(PDL, LEADS)
@@ -92,6 +92,6 @@ def apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.T
 
 
 def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `specdec.backends.linear.gate`: with the bits of `products.product`'s own."""
+    """See `specdec.backends.linear.gate`; bits equal the gate within `products.product`."""
     left, right = x.reshape(-1, x.shape[-1]).contiguous().chunk(2, -1)
     return apply_gate(left, right, activation).view(*x.shape[:-1], left.shape[1])

@@ -34,7 +34,7 @@ def _inputs_kernel(
     PDL: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """ROWS rows of the embeddings' half, of the states' half, or of the tables, by the second program id."""
+    """Write ROWS rows of the embeddings' half, the states' half, or the rope tables, by the second program id."""
     part = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h, r = tl.arange(0, BLOCK), tl.arange(0, BLOCK_R)
@@ -66,7 +66,7 @@ def joined_inputs(
     out = torch.empty(num_rows, 2 * H, dtype=states.dtype, device=states.device)
     rope = torch.empty(num_rows, *tables.shape[1:], dtype=tables.dtype, device=tables.device)
     block = next_power_of_2(H)
-    together = max(WIDE // block, 1)  # as in norms alone
+    together = max(WIDE // block, 1)  # as in `norms`
     if num_rows:
         tensors = ids, embedding, states, positions, tables
         _inputs_kernel[(cdiv(num_rows, together), 3)](

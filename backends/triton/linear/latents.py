@@ -1,4 +1,4 @@
-"""Products of each head's columns with a matrix of its own, K in order: a row's bits depend on no other row.
+"""Products of each head's columns with the head's own matrix, K in order: a row's bits depend on no other row.
 
 Twins: `latent_queries` and `latent_values` of `specdec.backends.linear.latents`.
 """
@@ -33,9 +33,9 @@ def _heads_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """BLOCK_M rows and BLOCK_N columns of a head of out [num_rows, H, N + REST]; its last columns are x's own.
+    """Compute BLOCK_M rows and BLOCK_N columns of a head of out [num_rows, H, N + REST]; copy x's last REST columns.
 
-    A head has ROWS rows of weight, of which those from FIRST on are its matrix: [N, K], or [K, N] if TRANSPOSED.
+    A head has ROWS rows of weight; its matrix begins at row FIRST: [N, K], or [K, N] if TRANSPOSED.
     """
     head, num_heads = tl.program_id(1), tl.num_programs(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -66,8 +66,8 @@ def _heads_kernel(
 def _of_heads(
     x: torch.Tensor, weight: torch.Tensor, first: int, size: int, num_rest: int, is_transposed: bool
 ) -> torch.Tensor:
-    """Multiply the columns of x [T, H, K + num_rest] but for the last num_rest, which follow the product, with `size`
-    rows of each head's part of `weight` [H * M, R], from `first` on."""
+    """Multiply all but the last num_rest columns of x [T, H, K + num_rest] with `size` rows of each head's part of
+    `weight` [H * M, R], from `first` on; the last num_rest columns are appended to the product."""
     assert x.stride(2) == 1 and weight.is_contiguous() and x.dtype == weight.dtype, "dense columns, and one dtype"
     num_rows, num_heads, _ = x.shape
     N, K = (weight.shape[1], size) if is_transposed else (size, weight.shape[1])

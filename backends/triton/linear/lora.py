@@ -1,8 +1,8 @@
-"""Low-rank products of rows with adapters of their own, in two launches: sums of x @ A.T over chunks of K, then B.
+"""LoRA products of rows with an adapter each, in two launches: shrink sums x @ A.T over chunks of K, expand applies B.
 
-Twin: `specdec.backends.linear.lora.lora_twin`. A tile of rows takes the adapters that it has one by one, and every row
-keeps the result of its own, so its bits depend neither on the tile nor on the other rows. Chunks of K fill the GPU
-where rows are few. The tile of weights is the first operand, as in `products`.
+Twin: `specdec.backends.linear.lora.lora_twin`. A tile of rows loops over the adapters of its rows, and every row keeps
+the result of its own, so its bits depend neither on the tile nor on the other rows. Chunks of K (split-K) fill the GPU
+if there are few rows. The tile of weights is the first operand, as in `products`.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear.parts import filled, picked
 from specdec.backends.triton.linear.products import dot
 
-CHUNK = 1024  # features of one partial sum: a part of the result's bits
-BLOCK_M = 16  # rows of a tile, the least that tensor cores take
-TOGETHER = ((64, 1), (512, 8))  # up to so many rows, a tile has so many that count: more programs, fewer adapters each
+CHUNK = 1024  # features of one partial sum; bits depend on it
+BLOCK_M = 16  # rows of a tile, the minimum of tensor cores
+TOGETHER = ((64, 1), (512, 8))  # (most rows of a batch, rows used per tile): more programs with fewer adapters each
 
 
 @triton.jit
 def _adapters_of(adapters, first, num_rows, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the rows of a tile, which of them count, and their adapters."""
+    """Return the rows of a tile, the mask of those that count, and their adapters."""
     i = tl.arange(0, BLOCK_M)
     rows = (first + i).to(tl.int64)
     counts = (i < TOGETHER) & (rows < num_rows)
@@ -41,7 +41,7 @@ def _adapters_of(adapters, first, num_rows, TOGETHER: tl.constexpr, BLOCK_M: tl.
 
 @triton.jit
 def _next_adapter(own, before):
-    """Return the least adapter of a tile above `before`; one above all if there is none."""
+    """Return a tile's smallest adapter above `before`; one more than the largest if there is none."""
     return tl.min(tl.where(own > before, own, tl.max(own, 0) + 1), 0)
 
 
@@ -60,7 +60,7 @@ def chunk_sums(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return matrix [RANK, K] @ rows of x, over one chunk of K: [RANK, BLOCK_M] fp32, 0 of rows that do not count."""
+    """Return matrix [RANK, K] @ rows of x, over one chunk of K: [RANK, BLOCK_M] fp32, 0 for rows that do not count."""
     low, r = tl.zeros([RANK, BLOCK_M], tl.float32), tl.arange(0, RANK)
     for k in range(chunk * CHUNK, tl.minimum(K, (chunk + 1) * CHUNK), BLOCK_K):
         columns = k + tl.arange(0, BLOCK_K)
@@ -124,9 +124,8 @@ def _shrink_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums [parts, chunks, num_rows, RANK] fp32 of a tile of rows, a chunk of K and a part; of rows with an adapter.
-
-    K and stride_x come in units of UNIT, so that their alignment is known.
+    """Compute sums [parts, chunks, num_rows, RANK] fp32 of one tile of rows, chunk of K and part, for rows with an
+    adapter. K and stride_x come in units of UNIT, so that the compiler knows their alignment.
     """
     wait_for_others(PDL, True)
     K, stride_x = K * UNIT, stride_x * UNIT
@@ -171,8 +170,8 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Columns of one part of out [num_rows, N]: y and scale * B @ sums. n0, n1, n2: columns of the parts; what is
-    behind them, if anything, is a part without adapters. Sizes and stride_y come in units of UNIT."""
+    """Compute columns of one part of out [num_rows, N]: y + scale * B @ sums. n0, n1, n2: columns of the parts; columns
+    after them are a part without adapters. Sizes and stride_y come in units of UNIT."""
     wait_for_others(PDL, True)
     N, stride_y, n0, n1, n2 = N * UNIT, stride_y * UNIT, n0 * UNIT, n1 * UNIT, n2 * UNIT
     block, end0 = tl.program_id(1), tl.cdiv(n0, BLOCK_N)
@@ -196,7 +195,7 @@ def _expand_kernel(
 
 
 def block_k(rank: int) -> int:
-    """Return the features that A has in a step of its product."""
+    """Return the number of A's features in one step of its product."""
     return min(128, 4096 // rank)
 
 

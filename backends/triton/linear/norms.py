@@ -1,5 +1,5 @@
-"""RMS norms, with or without a residual before them. What a program computes depends on H only, so bits do, too.
-Weights are parameters: they are loaded while the kernel in front still runs.
+"""RMS norms, with or without a residual added first. A program's work depends on H only, so a row's bits do, too.
+Weights are parameters, so they are loaded while the previous kernel still runs.
 
 Twins: `specdec.backends.linear`, and `fp8` there for results in FP8.
 """
@@ -19,14 +19,13 @@ from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.linear.rounding import quantised
 from specdec.backends.triton.linear.strides import in_rows, whole_rows
 
-WIDE = 1024  # elements of a program, at least: several rows where they are short
+WIDE = 1024  # elements per program, at least: several rows if they are short
 NUM_WARPS = 8
 
 
 @triton.jit
 def normalised(value, weight, eps, offset, H: tl.constexpr, LATE: tl.constexpr):
-    """Return the norms of rows `value` [ROWS, BLOCK], zeros past H, in their dtype; weight [BLOCK], which is loaded
-    before others are waited for."""
+    """Return the norms of rows `value` [ROWS, BLOCK], zeros past H, in their dtype; weight [BLOCK]."""
     wide = value.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / H + eps)[:, None]
     scale = weight.to(tl.float32)[None, :]
@@ -60,15 +59,15 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows of H. Row r of x begins at UNIT times r // inner strides outer plus r % inner strides inner.
+    """Norm ROWS rows of H. Row r of x begins at UNIT * (r // inner * stride_outer + r % inner * stride_inner).
 
-    GROUP: of features (128, or BLOCK) that are quantised with one scale, as `fp8.quantise` does; 0: none are.
+    GROUP: features (128, or BLOCK) that are quantised with one scale, as `fp8.quantise` does; 0: no quantisation.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (h < H)[None, :]
     source = (row // inner * stride_outer + row % inner * stride_inner) * UNIT
-    # 8 features a thread for every dtype: with 16 for FP8, threads would exchange features in shared memory.
+    # 8 features per thread for every dtype: with 16 for FP8, threads would exchange features through shared memory.
     at = tl.max_contiguous(row[:, None] * H + h[None, :], (1, 8))
     scale = tl.load(weight + h, mask=h < H, other=0.0)
     wait_for_others(PDL, True)
@@ -108,7 +107,7 @@ def _gated_norm_kernel(
     PDL: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """ROWS rows of H. Row r of gate begins at r // inner strides outer plus r % inner strides inner."""
+    """Norm and gate ROWS rows of H. Row r of gate begins at r // inner * stride_outer + r % inner * stride_inner."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
     scale = tl.load(weight + h, mask=h < H, other=0.0)
@@ -188,14 +187,14 @@ def _launch(
     total: torch.Tensor | None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """scales: what to write those of a result in FP8 into."""
+    """Launch the norm kernel. scales: output for the scales of FP8 results; None: results are not quantised."""
     out = torch.empty(x.shape, dtype=x.dtype if scales is None else torch.float8_e4m3fn, device=x.device)
     H = x.shape[-1]
     num_rows = x.numel() // H
     if num_rows == 0:
         return out
     inner, outer, stride = rows
-    unit = 8 if all(stride % 8 == 0 for stride in x.stride()[:-1]) else 1  # the same for one row and for more
+    unit = 8 if all(stride % 8 == 0 for stride in x.stride()[:-1]) else 1  # whatever the number of rows
     block = next_power_of_2(H)
     together = max(WIDE // block, 1)
     grid = (cdiv(num_rows, together),)

@@ -1,10 +1,10 @@
-"""What products with quantised weights have in common: up to three of them are one launch, such as Q, K and V, and K is
-summed in quarters, blocks of 128 features in order in each, which are added in their order at the end. So the bits of a
-row depend on neither the tile nor the other rows.
+"""Common parts of products with quantised weights: up to three of them, such as Q, K and V, run in one launch, and K is
+summed in quarters, each over its blocks of 128 features in order; quarters are added in order at the end. So the bits
+of a row depend on neither the tile nor the other rows.
 
-For few rows, one product on tensor cores has two or all four quarters (`pack`): both operands, rows and columns, are
-repeated once for each of them, and of the product only the blocks on the diagonal count. So there are more programs,
-each of fewer columns and a shorter loop. On Hopper, quarters of packed weights are products of a warp each: `quarters`.
+For few rows, one tensor-core product has two or all four quarters (`pack`): both operands, rows and columns, are
+repeated once per quarter, and only the blocks on the diagonal of the product count. So there are more programs, each
+with fewer columns and a shorter loop. On Hopper, each quarter of packed weights has a warp of its own: `quarters`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, quarters of K in one product, warps of a program, and tiles that it loads ahead."""
+    """Rows and columns of a tile, quarters of K in one product, warps of a program, and pipeline stages."""
 
     m: int
     n: int
@@ -30,11 +30,12 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles for up to 4, 8, 16, 32, 64 and 128 rows, and for more: of few columns, of more, and of two weights with an
-    activation; and the bytes that a row and a column have of a block of features. Measured on an H100.
+    """Tiles for up to 4, 8, 16, 32, 64 and 128 rows, and for more: for few columns, for more, and for two weights with
+    an activation; and the bytes of a row and of a column per block of features. Measured on an H100.
 
-    Where multiprocessors have one or two programs each, stages of FP8 fill shared memory so that no more fit: programs
-    that start while rows are quantised would crowd where that has ended first, and take up to twice as long.
+    For one or two programs per multiprocessor, stages of FP8 fill shared memory so that no more fit: programs that
+    start while rows are being quantised would crowd on the multiprocessors where that ended first, and take up to twice
+    as long.
     """
 
     narrow: Sequence[Tile]
@@ -53,13 +54,13 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def picked(first, second, third, part):
-    """Return what belongs to a part: a pointer, or a number."""
+    """Return the argument of part 0, 1 or 2: a pointer, or a number."""
     return tl.where(part == 0, first, tl.where(part == 1, second, third))
 
 
 @triton.jit
 def part_of(block, n0, n1, BLOCK_N: tl.constexpr):
-    """Return the part that a block of columns is of, and its number there; n0, n1: columns of the first two."""
+    """Return the part of a block of columns, and its number within the part; n0, n1: columns of the first two."""
     end0 = tl.cdiv(n0, BLOCK_N)
     end1 = end0 + tl.cdiv(n1, BLOCK_N)
     part = (block >= end0).to(tl.int32) + (block >= end1).to(tl.int32)
@@ -68,7 +69,7 @@ def part_of(block, n0, n1, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def with_diagonal(total, sums, PACK: tl.constexpr):
-    """Return `total` [A, B] and the PACK blocks on the diagonal of sums [PACK * A, PACK * B], added in order."""
+    """Return `total` [A, B] plus the PACK diagonal blocks of sums [PACK * A, PACK * B], added in order."""
     if PACK == 1:
         total += sums
     else:
@@ -98,5 +99,5 @@ def finished(total, bias, n, size, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 def filled(parts: Sequence[T]) -> list[T]:
-    """Return `parts`, and the first one in place of those that are missing."""
+    """Return `parts`, filled up with the first one to MOST_PARTS."""
     return [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]

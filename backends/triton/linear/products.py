@@ -17,7 +17,7 @@ from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
-SMALL = 40 << 20  # elements of a weight whose product lets what follows start early: behind larger ones that costs time
+SMALL = 40 << 20  # elements of a weight, below which the next kernel may start early: after larger ones it costs time
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def _tile(matrix, first, k, end, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def first_row(num_rows, BLOCK_M: tl.constexpr):
-    """Return where a program's rows begin. The last tile overlaps the one before rather than pass the last row: TMA is
-    slow there."""
+    """Return where a program's rows begin. The last tile overlaps the previous one instead of passing the last row,
+    where TMA is slow."""
     return tl.minimum(tl.program_id(0) * BLOCK_M, tl.maximum(num_rows - BLOCK_M, 0))
 
 
@@ -68,7 +68,7 @@ def product_sums(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return products [BLOCK_N, BLOCK_M] fp32 of a tile, and of the weight's rows N further if IS_GATED."""
+    """Return the product [BLOCK_N, BLOCK_M] fp32 of a tile, and that of the weight rows N further on if IS_GATED."""
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = total
     for k in range(0, K, BLOCK_K):
@@ -111,10 +111,10 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_M rows and BLOCK_N columns of out [num_rows, N]. weight and x: descriptors if TMA, else pointers.
+    """Compute BLOCK_M rows and BLOCK_N columns of out [num_rows, N]. weight and x: descriptors if TMA, else pointers.
 
-    N, K and strides come in units of UNIT, so that their alignment is known. ACTIVATION: "" for a plain product; else
-    weight has N rows more, of which `up` is the product.
+    N, K and strides come in units of UNIT, so that the compiler knows their alignment. ACTIVATION: "" for a plain
+    product; else weight has N more rows, whose product is `up`.
     leads: 1 if the next kernel may start early, else 0.
     """
     N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
@@ -142,9 +142,9 @@ def product(
     activation: str | None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply rows x [M, K], dense in K, with weight [N, K], or [2*N, K] where there is an activation: [M, N].
+    """Multiply rows x [M, K], dense in K, with weight [N, K], or [2*N, K] with an activation: [M, N].
 
-    dtype: of the result; else that of x.
+    dtype: of the result; by default that of x.
     """
     assert weight.stride(1) == 1 and x.stride(1) == 1 and x.dtype == weight.dtype, "rows are dense, and of one dtype"
     num_rows, N = x.shape[0], weight.shape[0] // (1 if activation is None else 2)
@@ -170,7 +170,7 @@ def launch_of(
     (num_rows, N), K = out.shape, x.shape[1]
     strides = weight.stride(0), x.stride(0)
     is_tma = is_aligned(weight, x, bias) and all(stride % 8 == 0 for stride in strides)
-    is_tma = is_tma and (INTERPRETED or capability() >= 90)  # Hopper and later; the interpreter plays it
+    is_tma = is_tma and (INTERPRETED or capability() >= 90)  # Hopper and later; the interpreter emulates it
     unit = 8 if all(size % 8 == 0 for size in (N, K, *strides)) else 1
     args = (
         TensorDescriptor(weight, [*weight.shape], [strides[0], 1], [tile.n, tile.k]) if is_tma else weight,

@@ -1,4 +1,4 @@
-"""Products of rows and quantised weights, of up to three parts: what `fp8` and `packed` launch. See `parts`.
+"""The kernel of `fp8` and `packed`: products of rows and quantised weights, in up to three parts. See `parts`.
 
 Twins: `specdec.backends.linear.fp8.fp8_linear` and `specdec.backends.linear.packed.packed_linear`.
 """
@@ -24,8 +24,8 @@ from specdec.backends.triton.linear.unpack import eighths_of_words, in_order, sc
 
 @triton.jit
 def _fp8_added(sums, rows, row_scale, weight, scales, has_row, has_column, GROUP: tl.constexpr, UPCAST: tl.constexpr):
-    """Return `sums` [rows, columns] and a product of blocks; scales: pointers to that of the columns, for each row,
-    where blocks have some."""
+    """Return `sums` [rows, columns] plus a product of blocks; scales: for each row a pointer to the columns' scale, if
+    blocks have scales."""
     w = tl.load(weight[:, None] + tl.arange(0, 128)[None, :], mask=has_column[:, None], other=0.0)
     if GROUP == 0:
         scale = row_scale * tl.load(scales, mask=has_row, other=0.0)
@@ -38,14 +38,14 @@ def _fp8_added(sums, rows, row_scale, weight, scales, has_row, has_column, GROUP
 
 @triton.jit
 def _by_channel(sums, row_scales, scales, is_row, is_column):
-    """Return `sums` [rows, columns] times the scale of each row and that of each column, from pointers to them."""
+    """Return `sums` [rows, columns] times the scales of rows and of columns; row_scales, scales: pointers to them."""
     of_row, of_column = tl.load(row_scales, mask=is_row, other=0.0), tl.load(scales, mask=is_column, other=0.0)
     return sums * (of_row[:, None] * of_column[None, :])
 
 
 @triton.jit
 def _packed_added(sums, rows, words, scales, block, size, has_column, GROUP: tl.constexpr, UPCAST: tl.constexpr):
-    """Return `sums` [columns, rows] and a product of blocks; words: pointers, scales: pointers to the first ones."""
+    """Return `sums` [columns, rows] plus a product of blocks; words: pointers; scales: pointers to the first scales."""
     inside = has_column[:, None]
     packed = tl.load(words[:, None] + tl.arange(0, 16)[None, :], mask=inside, other=0)
     of_block = scales_of(scales[:, None], inside, block[:, None], size, GROUP, True)
@@ -86,9 +86,9 @@ def _quantised_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_M rows and BLOCK_N columns of one part of out [num_rows, N]. N, sizes of parts, and stride in units of 16.
+    """Compute BLOCK_M rows and BLOCK_N columns of one part of out [num_rows, N]. N, n0 to n2 and stride in units of 16.
 
-    num_blocks: of 128 features. GROUP: features of a scale of 4-bit weights; of FP8 0 for scales by block, -1 by
+    num_blocks: of 128 features. GROUP: features per scale of 4-bit weights; for FP8, 0 for scales by block, -1 by
     channel. ACTIVATION: "" for plain products; else the first part is gate, the second is up. IS_UNEVEN: the last
     quarters of K may be shorter.
     """

@@ -1,9 +1,9 @@
-"""Products of few rows and packed weights, a quarter of K a warp. Sums are those of `parts`.
+"""Products of few rows and packed weights, with a quarter of K per warp. Sums are those of `parts`.
 
-A thread loads the weights that it multiplies straight into its registers, blocks ahead, and so it does with features of
-rows: without shared memory, and without waiting for other warps. On Hopper the bits depend on which 16 features a step
-of the tensor cores adds, not on their order in it, so a thread has four neighbours. Products of more rows have the same
-bits: wgmma adds the same 16 features at a time.
+A thread loads the weights that it multiplies straight into registers, blocks ahead, and likewise the features of rows:
+without shared memory, and without waiting for other warps. On Hopper, bits depend on which 16 features one tensor-core
+step adds, not on their order in it, so each thread can have four neighbouring features. Products of more rows have the
+same bits: wgmma adds the same 16 features at a time.
 
 Twin: `specdec.backends.linear.packed.packed_linear`.
 """
@@ -18,13 +18,13 @@ from specdec.backends.triton.linear.parts import finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import appended, eighths_of_words, loaded, scales_of
 
-COLUMNS = tl.constexpr(16)  # of a program
+COLUMNS = tl.constexpr(16)  # per program
 MOST_ROWS, MOST_GATED = 8, 16  # above, tiles whose warps share unpacked weights are faster; measured on an H200
 AHEAD, AHEAD_GATED = 4, 1  # blocks; gated products have enough programs to hide the latency of loads
 
 
 def takes(num_rows: int, is_gated: bool) -> bool:
-    """Return whether products of `num_rows` rows and packed weights are these."""
+    """Return whether products of `num_rows` rows and packed weights use this kernel."""
     return num_rows <= (MOST_GATED if is_gated else MOST_ROWS) and (INTERPRETED or capability() == 90)
 
 
@@ -42,7 +42,7 @@ def _features(eighth, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _rows(rows, has_block, IS_UNEVEN: tl.constexpr):
-    """Load 16 after 16 features of a block of rows, from pointers to four of the first."""
+    """Load a block of rows as eight tensors of 16 features; rows: pointers to the first 16, four per thread."""
     eighths = ()
     for j in tl.static_range(8):
         eighths = appended(eighths, loaded(rows + 16 * j, has_block, IS_UNEVEN))
@@ -51,7 +51,8 @@ def _rows(rows, has_block, IS_UNEVEN: tl.constexpr):
 
 @triton.jit
 def _block(words, scales, first, t, left, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr):
-    """Load words and scales of block t of each quarter, from pointers to the first; left: blocks from `first` on."""
+    """Load words and scales of block t of each quarter; words, scales: pointers to the first; left: blocks from `first`
+    on."""
     has_block = t < left
     packed = loaded(words + t * size * 16, has_block[:, None], IS_UNEVEN)
     return packed, scales_of(scales, has_block, first + t, size, GROUP, IS_UNEVEN)
@@ -61,7 +62,7 @@ def _block(words, scales, first, t, left, size, GROUP: tl.constexpr, IS_UNEVEN: 
 def _first_blocks(
     words, scales, first, left, quarter, size, GROUP: tl.constexpr, IS_UNEVEN: tl.constexpr, AHEAD: tl.constexpr
 ):
-    """Load as many blocks of each quarter as are loaded ahead; the last one again where there are fewer."""
+    """Load the first AHEAD blocks of each quarter; the last one again if there are fewer."""
     blocks = ()
     for t in tl.static_range(AHEAD):
         block = _block(words, scales, first, tl.minimum(t, quarter - 1), left, size, GROUP, IS_UNEVEN)
@@ -71,7 +72,7 @@ def _first_blocks(
 
 @triton.jit
 def _added(sums, rows, block, GROUP: tl.constexpr, UPCAST: tl.constexpr):
-    """Return sums [4, COLUMNS, rows] and the products of a block of each quarter."""
+    """Return sums [4, COLUMNS, rows] plus the products of a block of each quarter."""
     words, scales = block
     of_words = ()
     for i in tl.static_range(len(scales)):
@@ -121,15 +122,15 @@ def quarters_kernel(
     JOINED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_M rows and COLUMNS columns of out, with AHEAD blocks loaded ahead; see `quantised._quantised_kernel`.
+    """Compute BLOCK_M rows and COLUMNS columns of out, with AHEAD blocks prefetched; see `quantised._quantised_kernel`.
 
-    JOINED: several weights (QKV, gate and up). They follow a norm, which lets this kernel start early: it loads the
-    first weights before it waits. Behind other kernels that is slower. Without a gate it lets the next kernel start
-    early; a gate is followed by a product, which an early start would slow down.
+    JOINED: there are several weights. These follow a norm, which lets this kernel start early: it loads its first
+    weights while the norm runs. After other kernels that costs time. The kernel after a gate reads many weights, and
+    gains nothing by an early start.
 
     Rows past the last one repeat it. Thread 32 * q + 4 * c + i has features 4 * i to 4 * i + 3, of 16, of quarter q and
-    column, or row, c, as operands of mma.sync have them. Loads have two dims, threads and features: those of more dims
-    get their threads in another order in Triton 3.6.
+    column, or row, c, as operands of mma.sync have them. Loads have two dims, threads and features: Triton 3.6 assigns
+    threads in another order to loads of more dims.
     """
     N, n0, n1, n2, stride = N * 16, n0 * 16, n1 * 16, n2 * 16, stride * 16
     part, number = part_of(tl.program_id(0), n0, n1, COLUMNS)

@@ -1,4 +1,4 @@
-"""Rounds features to FP8, with the scale that the largest of them takes."""
+"""Rounds features to FP8, scaled by the largest of them."""
 
 import triton
 import triton.language as tl
@@ -12,10 +12,10 @@ HAS_FMA = tl.constexpr(not INTERPRETED)
 
 @triton.jit
 def quantised(values, AXIS: tl.constexpr):
-    """Return values [.., n] fp32, whose last axis is AXIS, in FP8, and the scales [..] that were taken out.
+    """Return values [.., n] fp32, whose last axis is AXIS, in FP8, and their scales [..].
 
-    On a GPU a quotient is a product with the reciprocal of the scale, corrected by its remainder twice (Markstein,
-    IBM J. Res. Dev. 34(1), 1990): the bits of a division in fewer instructions. Compared with divisions for all
+    On a GPU, quotients are products with the reciprocal of the scale, corrected by the remainder twice (Markstein,
+    IBM J. Res. Dev. 34(1), 1990): the bits of a division in fewer instructions. Verified against divisions for all
     mantissas of a scale with the values around ties of FP8, and for all pairs of bf16 and of fp16 mantissas.
     """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values), AXIS), LARGEST), LEAST)

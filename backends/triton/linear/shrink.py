@@ -1,5 +1,5 @@
-"""Sums of x @ A.T over chunks of K, of few rows with adapters of their own: a program has up to BLOCK_M rows of one
-adapter, wherever they are, so that its A is read once for all of them.
+"""LoRA's shrink for few rows, sums of x @ A.T over chunks of K: a program gathers up to BLOCK_M rows of one adapter, so
+that A is read once for all of them.
 
 Twin: `specdec.backends.linear.lora.lora_twin`; sums are those of `lora`.
 """
@@ -19,7 +19,8 @@ from specdec.backends.triton.linear.parts import filled, picked
 
 @triton.jit
 def _own_tile(adapters, num_rows, number, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the adapter of tile `number`, its rows [BLOCK_M], and which of them count; none if there is no such tile.
+    """Return the adapter of tile `number`, its rows [BLOCK_M] and the mask of those that count; adapter 0 and no rows
+    if there is no such tile.
 
     A tile has up to BLOCK_M rows of one adapter; tiles are in the order of their first rows.
     """
@@ -57,16 +58,16 @@ def _shrink_by_adapter_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums [parts, chunks, num_rows, RANK] fp32 of a tile of rows of one adapter, a chunk of K and a part.
+    """Compute sums [parts, chunks, num_rows, RANK] fp32 of one tile of rows of one adapter, chunk of K and part.
 
-    K and stride_x come in units of UNIT, so that their alignment is known.
+    K and stride_x come in units of UNIT, so that the compiler knows their alignment.
     """
     K, stride_x = K * UNIT, stride_x * UNIT
     chunk, part, r = tl.program_id(1), tl.program_id(2), tl.arange(0, RANK)
     adapter, rows, counts = _own_tile(adapters, num_rows, tl.program_id(0), ROWS, BLOCK_M)
     if PDL:
-        gdc_wait()  # adapters are complete before: x is made after them
-        gdc_launch_dependents()  # only now: what follows reads x before it waits for this launch
+        gdc_wait()  # for x; `adapters` were complete before the kernel that writes x
+        gdc_launch_dependents()  # only now: the next kernel reads x before it waits for this launch
     if adapter == 0:
         return
     matrix = picked(a0, a1, a2, part) + (adapter - 1).to(tl.int64) * RANK * K
@@ -78,7 +79,7 @@ def _shrink_by_adapter_kernel(
 def sums_by_adapter(x: torch.Tensor, a: Sequence[torch.Tensor], adapters: torch.Tensor) -> torch.Tensor:
     """Return sums [parts, chunks, T, R] fp32 of aligned rows x [T, K] that have an adapter.
 
-    Under PDL the launch that follows may begin before this one has ended.
+    With PDL, the next launch may start before this one has ended.
     """
     (num_rows, K), (num_adapters, rank, _) = x.shape, a[0].shape
     num_chunks, unit = cdiv(K, CHUNK), 8 if K % 8 == 0 and x.stride(0) % 8 == 0 else 1

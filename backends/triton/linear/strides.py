@@ -1,10 +1,10 @@
-"""Rows of a tensor that two strides reach, such as heads of a joined QKV: kernels read them in place."""
+"""Addresses rows of a tensor by two strides, such as heads of a joined QKV, so that kernels read them in place."""
 
 import torch
 
 
 def strided_rows(x: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return (rows of the inner level, stride of the outer, of the inner), in elements; None where that is too few."""
+    """Return (inner size in rows, outer stride, inner stride), strides in elements; None if two strides do not do."""
     if x.stride(-1) != 1:
         return None
     levels: list[tuple[int, int]] = []  # size and stride, outermost first
@@ -20,7 +20,7 @@ def strided_rows(x: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def in_rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """Return x and where its rows lie, see `strided_rows`; a copy where two strides do not say that."""
+    """Return x and its `strided_rows`; a contiguous copy if two strides do not do."""
     rows = strided_rows(x)
     if rows is not None:
         return x, rows
@@ -28,5 +28,5 @@ def in_rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
 
 
 def whole_rows(x: torch.Tensor) -> tuple[int, int, int]:
-    """Return where the rows of a contiguous tensor of x's shape lie, see `strided_rows`."""
+    """Return `strided_rows` of a contiguous tensor of x's shape."""
     return x.numel() // x.shape[-1], 0, x.shape[-1]

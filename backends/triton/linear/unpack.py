@@ -1,8 +1,8 @@
-"""Unpacks 4-bit weights in registers, for products: what a thread loads is what it multiplies, without a shuffle.
+"""Unpacks 4-bit weights in registers, for products: a thread multiplies the weights that it loads, without shuffles.
 
-Two neighbours of a block of 128 elements are in one word, 16 bits apart, with those 16, 32 and 48 elements on; the word
-after it has the other four of these pairs (`backends.linear.packed.pack`). So an operand of tensor cores, 16 features
-at a time, takes the next nibble of both halves of a word each time. In MXFP4 a nibble's bits lie apart: `pack_mxfp4`.
+Two neighbours of a block of 128 elements are in one word, 16 bits apart, with the pairs 16, 32 and 48 elements further
+on; the next word has the other four of these pairs (`backends.linear.packed.pack`). So each tensor-core operand, of 16
+features, takes the next nibble of both halves of a word. In MXFP4, the bits of a nibble lie apart: `pack_mxfp4`.
 """
 
 import struct
@@ -14,10 +14,10 @@ from specdec.backends.linear.packed import NF4
 
 
 def _assembly(kind: str, magic: int, one: int) -> str:
-    """Return what makes eight pairs of 16-bit weights of two words, and two words of scales for a quarter of them.
+    """Return the PTX that makes eight pairs of 16-bit weights from two words, and two words of scales per quarter.
 
-    A nibble becomes the end of the mantissa of a number whose last digit counts ones, 128 in bf16 and 1024 in fp16; the
-    high half of a scale's word takes that and a zero point off again, exactly; the product with the low half is rounded
+    A nibble becomes the low mantissa bits of a number whose last bit counts ones, 128 in bf16 and 1024 in fp16; adding
+    the high half of a scale's word removes that and a zero point, exactly; the product with the low half is rounded
     once.
     """
     steps = ["mov.b32 v0, $8", "mov.b32 v4, $9"]
@@ -34,9 +34,8 @@ def _assembly(kind: str, magic: int, one: int) -> str:
 
 
 def _assembly_of_mxfp4() -> str:
-    """Return what makes eight pairs of bf16 weights of two words of e2m1 and a word of exponents, one for each quarter.
-
-    Sign, exponent and mantissa go where bf16 has them, which is 2^-126 of the value, exactly, subnormal ones included.
+    """Return the PTX that makes eight pairs of bf16 weights from two words of e2m1 and a word of exponents, one per
+    quarter. Moving sign, exponent and mantissa to bf16's bits gives 2^-126 of the value, exactly, with subnormals.
     """
     steps = ["mov.b32 none, 0x80008000"]
     for i in range(4):
@@ -53,9 +52,9 @@ def _assembly_of_mxfp4() -> str:
 
 
 def _assembly_of_nf4(kind: str) -> str:
-    """Return what makes eight pairs of 16-bit weights of two words of NF4, and of two fp32 scales of each half of them.
+    """Return the PTX that makes eight pairs of 16-bit weights from two words of NF4, and two fp32 scales per half.
 
-    Lane i of a warp has code i % 16; a shuffle looks a nibble up, whatever is above it. The product is rounded once.
+    Lane i of a warp has code i % 16; a shuffle looks a nibble up and ignores higher bits. The product is rounded once.
     """
     tree = [f"0x{bits:08X}" for bits in struct.unpack("16I", struct.pack("16f", *NF4))]
     steps = ["mov.u32 at, %laneid"]
@@ -87,14 +86,14 @@ MXFP4, OPERANDS_OF_MXFP4 = tl.constexpr(_assembly_of_mxfp4()), tl.constexpr("=r,
 
 @triton.jit
 def _words_with(words, J: tl.constexpr):
-    """Return of each two words of [N, 2 * W] that which holds the J-th of their eight pairs, [N, W]."""
+    """Return, of each two words of [N, 2 * W], the word with the J-th of their eight pairs, [N, W]."""
     first, second = tl.split(words.reshape([words.shape[0], words.shape[1] // 2, 2]))
     return first if J < 4 else second
 
 
 @triton.jit
 def _nibbles(words, J: tl.constexpr):
-    """Return the J-th of eight pairs that each two words of [N, 2 * W] hold, at the places of these words."""
+    """Return the J-th of eight pairs of each two words of [N, 2 * W], in the places of these words."""
     word = _words_with(words, J) >> (4 * (J % 4))
     return tl.join(word & 15, word >> 16 & 15).reshape(words.shape)
 
@@ -127,7 +126,7 @@ def _int4(words, s0, s1, s2, s3, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def in_order(eighths):
-    """Return eight tensors [N, 16] one after another, [N, 128]; every thread keeps what it has."""
+    """Concatenate eight tensors [N, 16] to [N, 128]; every thread keeps its elements."""
     a, b, c, d, e, f, g, h = eighths
     N: tl.constexpr = a.shape[0]
     even = tl.join(tl.join(a, e), tl.join(c, g))
@@ -153,7 +152,7 @@ def _e2m1(words, exponents, J: tl.constexpr):
 
 @triton.jit
 def eighths_of_mxfp4(words, exponents, UPCAST: tl.constexpr):
-    """Return the eighths of bf16 weights: words [N, W] of e2m1, see `eighths_of_words`; exponents [N, 1], 4 a word."""
+    """Return the eighths of bf16 weights; words [N, W] of e2m1, see `eighths_of_words`; exponents [N, 1], 4 a word."""
     if UPCAST:
         a, b = _e2m1(words, exponents, 0), _e2m1(words, exponents, 1)
         c, d = _e2m1(words, exponents, 2), _e2m1(words, exponents, 3)
@@ -193,13 +192,13 @@ def _nf4(words, s0, s1, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def appended(values, value):
-    """Return the tuple `values` with one more: Triton compiles no star in a tuple."""
+    """Return the tuple `values` with one more: Triton cannot compile a star in a tuple."""
     return values + (value,)  # noqa: RUF005
 
 
 @triton.jit
 def loaded(pointers, inside, IS_MASKED: tl.constexpr):
-    """Load what is inside, and zeros elsewhere; without IS_MASKED all of it is."""
+    """Load values where `inside` is true, zeros elsewhere; without IS_MASKED load all."""
     if IS_MASKED:
         values = tl.load(pointers, mask=inside, other=0)
     else:
@@ -209,9 +208,9 @@ def loaded(pointers, inside, IS_MASKED: tl.constexpr):
 
 @triton.jit
 def scales_of(scales, inside, block, size, GROUP: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Return the scales of a block of 128 features, or of a block each: one, or one for every GROUP if that is less.
+    """Load the scales of blocks of 128 features: one tensor, or one per GROUP features if GROUP < 128.
 
-    scales: pointers to the first ones, of the shape of the results. size: of columns, from a scale to the next one.
+    scales: pointers to the first ones, in the shape of the results. size: number of columns, the stride between scales.
     """
     group = block * (128 // GROUP) if GROUP < 128 else block // (GROUP // 128)
     found = ()
@@ -222,9 +221,9 @@ def scales_of(scales, inside, block, size, GROUP: tl.constexpr, IS_MASKED: tl.co
 
 @triton.jit
 def eighths_of_words(words, scales, GROUP: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Return 16 after 16 of the weights of a block of features, or of a block each, [N, W] each.
+    """Return the weights of blocks of features as eight tensors [N, W], 16 features each.
 
-    words: [N, W], the 16 of a column or some pairs of neighbours of them; scales: of `scales_of`, [N, 1], fp32 of NF4.
+    words: [N, W], the 16 of a column or some neighbouring pairs of them; scales: of `scales_of`, [N, 1], fp32 for NF4.
     """
     s0, s1, s2, s3 = scales[0], scales[0], scales[0], scales[0]
     if GROUP == 64:

@@ -1,4 +1,4 @@
-"""The part of a chunked scan within each chunk, before the state reaches it, all chunks at once.
+"""The part of a chunked scan within each chunk that needs no state, for all chunks in parallel.
 
 Twin: `recurrent.reference.scan_extend`, in its notation: with A the strict lower part of beta_i exp(cum_i - cum_j)
 (k_i . k_j) and X = (I + A)^-1 diag(beta), a chunk's u are X v + w S, where w = -X exp(cum) k.
@@ -24,10 +24,11 @@ def weights_kernel(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Decays by key, 16 tokens of a head: cum; exp(cum_i - cum_j) times q_i . k_j and k_i . k_j in their chunk; keys.
+    """Store, for decays by key and 16 tokens i of a head: cum; qk and kk, exp(cum_i - cum_j) times q_i . k_j and
+    k_i . k_j for tokens j of the chunk; keys, exp(last - cum) k, for the state.
 
-    Earlier tokens j come by a product of exp(cum_i - from) and exp(from - cum_j), `from` the sum before these 16, so
-    that no exponent is positive; those among the 16 come one by one. keys: exp(last - cum) k, for the state.
+    Earlier tokens j are a product of exp(cum_i - from) and exp(from - cum_j), `from` being the sum before these 16, so
+    that no exponent is positive; those among the 16 are computed one by one.
     """
     slot, head = tl.program_id(0) // (CHUNK // 16), tl.program_id(1)
     request, first, left = find_chunk(qo_indptr, first_chunk + slot, num_reqs, num_tokens, CHUNK, BLOCK_R)
@@ -78,7 +79,7 @@ def solve_kernel(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one chunk: X v and w. cums, kk: of decays by key."""
+    """Compute X v (as u) and w for one head of one chunk. cums, kk: for decays by key."""
     slot, head = tl.program_id(0), tl.program_id(1)
     request, first, left = find_chunk(qo_indptr, first_chunk + slot, num_reqs, num_tokens, CHUNK, BLOCK_R)
     if request >= num_reqs:

@@ -1,4 +1,4 @@
-"""Bodies of the kernels of `chunks`: where a chunk of tokens lies, its log decays, and products as exact as fp32.
+"""Device functions of the kernels of `chunks`: the tokens of a chunk, products as exact as fp32, triangular solves.
 
 Twin: `backends.recurrent.reference.scan_extend`.
 """
@@ -11,21 +11,21 @@ from specdec.backends.triton.launch.relaunch import INTERPRETED
 from specdec.backends.triton.launch.sizes import next_power_of_2
 
 UPCAST = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16
-PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three products of tensor cores, which together are as exact
-LEAST_REQUESTS = 32  # one of a warp's lanes each
-PARTS = tl.constexpr(3)  # bf16 that fp32 is taken apart into where its partner is in bf16: 24 bits
+PRECISION = tl.constexpr("tf32x3")  # of fp32 products: three TF32 tensor-core products, together as exact
+LEAST_REQUESTS = 32  # one per lane of a warp
+PARTS = tl.constexpr(3)  # bf16 numbers that fp32 is split into if its partner is bf16: 24 bits
 
 
 def requests_block(num_reqs: int) -> int:
-    """Return BLOCK_R, the same for all batches but large ones: a kernel is compiled for each when it is first met."""
+    """Return BLOCK_R, the same for all but large batches, since each value compiles another variant."""
     return max(next_power_of_2(num_reqs), LEAST_REQUESTS)
 
 
 @triton.jit
 def find_chunk(qo_indptr, chunk, num_reqs, num_tokens, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Return the request of a chunk, its first token (int64) and how many tokens are left from there.
+    """Return a chunk's request, its first token (int64) and the number of tokens from there to the request's end.
 
-    Chunks number those of all requests one after the other; after them come chunks of padding, of "request" num_reqs.
+    Chunks are numbered over all requests in order; chunks of padding follow, with request num_reqs.
     """
     r = tl.arange(0, BLOCK_R)
     begin = tl.load(qo_indptr + r, mask=r < num_reqs, other=0)
@@ -40,7 +40,7 @@ def find_chunk(qo_indptr, chunk, num_reqs, num_tokens, CHUNK: tl.constexpr, BLOC
 
 @triton.jit
 def chunks_before(qo_indptr, request, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Return how many chunks the requests before one have."""
+    """Return the number of chunks of all requests before `request`."""
     r = tl.arange(0, BLOCK_R)
     begin = tl.load(qo_indptr + r, mask=r < request, other=0)
     end = tl.load(qo_indptr + r + 1, mask=r < request, other=0)
@@ -49,7 +49,7 @@ def chunks_before(qo_indptr, request, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr
 
 @triton.jit
 def load_tile(x, stride, i, n, left, WIDTH: tl.constexpr):
-    """Load columns n of a chunk's rows i: bf16 as it is, for `product`, all else in fp32."""
+    """Load columns n of a chunk's rows i: bf16 unchanged, for `product`, other dtypes as fp32."""
     tile = tl.load(x + i[:, None] * stride + n[None, :], mask=(i < left)[:, None] & (n < WIDTH)[None, :], other=0.0)
     if tile.dtype == tl.bfloat16:
         return tile
@@ -70,13 +70,13 @@ def _dot(a, b, total):
 
 @triton.jit
 def _rounded(x):
-    """Round fp32 to what bf16 holds, in fp32; a conversion waits till its product, as it takes shared memory."""
+    """Round fp32 to bf16 precision, but keep it as fp32: the conversion takes shared memory and is left to products."""
     return (x.to(tl.int32, bitcast=True) + 0x8000 & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _parts(x):
-    """Take fp32 apart into three that bf16 holds, first to last."""
+    """Split fp32 into three values of bf16 precision, the largest first."""
     first = _rounded(x)
     second = _rounded(x - first)
     return first, second, x - first - second
@@ -84,7 +84,7 @@ def _parts(x):
 
 @triton.jit
 def product(a, b, total):
-    """Return total + a b. What is in bf16 stays so, and an fp32 partner is taken apart: cheaper than tf32x3."""
+    """Return total + a b. A bf16 operand stays bf16, and its fp32 partner is split: cheaper than tf32x3."""
     if a.dtype == b.dtype:
         return _dot(a, b, total)
     elif a.dtype == tl.bfloat16:
@@ -108,7 +108,7 @@ def store_parts(at, step, x, mask):
 
 @triton.jit
 def stored_product(at, step, mask, b, total, IS_TRANSPOSED: tl.constexpr):
-    """Return total + a b, of an `a` (or its transpose) in parts: those reach the tensor cores without registers."""
+    """Return total + a b for an `a` (or its transpose) stored in parts, which reach tensor cores without registers."""
     a_first = tl.load(at, mask=mask, other=0.0)
     a_second = tl.load(at + step, mask=mask, other=0.0)
     if IS_TRANSPOSED:
@@ -127,9 +127,10 @@ def stored_product(at, step, mask, b, total, IS_TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def solved(a, CHUNK: tl.constexpr):
-    """(I + a)^-1 of a strictly lower [CHUNK, CHUNK], fp32: blocks of 16 by columns, all at once, then pairs of blocks.
+    """Return (I + a)^-1 of a strictly lower [CHUNK, CHUNK], fp32: all diagonal blocks of 16 at once, column by column,
+    then pairs of blocks.
 
-    Both are forward substitution: powers of `a` can be large where the inverse is not.
+    Both are forward substitution: powers of `a` can be large even if the inverse is not.
     """
     BLOCKS: tl.constexpr = CHUNK // 16
     block, i = tl.arange(0, BLOCKS), tl.arange(0, 16)

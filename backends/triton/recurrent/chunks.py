@@ -1,7 +1,7 @@
-"""Prefills of scans by chunks of tokens: what each needs of itself, all at once; states, one by one; outputs, at once.
+"""Chunked scans of prefills: work within chunks in parallel, states chunk by chunk, then outputs in parallel.
 
 Twin: `recurrent.reference.scan_extend`, in its notation; `chunk_solve` has the first step, which only corrected scans
-and decays by key take. Decays by element of the state have no such form, and few tokens no use: they pass one by one.
+and decays by key need. Decays by element of the state have no chunked form: `scan` takes their tokens one by one.
 """
 
 import math
@@ -30,8 +30,8 @@ from specdec.backends.triton.recurrent.units import units
 from specdec.core.batch import AttentionMetadata
 
 CHUNK = {"head": 64, "key": 32}  # tokens, 16 to 256
-SCRATCH = 96 << 20  # bytes; the chunks of longer prefills pass in segments
-ALIGNED = 8  # of dims; with rows of 16 bits at odd places a test on a GPU fails (Triton 3.6), so they are made fp32
+SCRATCH = 96 << 20  # bytes; longer prefills run in segments of chunks
+ALIGNED = 8  # divides dims of 16-bit inputs, else they become fp32: a GPU test fails on unaligned rows (Triton 3.6)
 WEIGHTS = dict(num_warps=8, num_stages=1)
 SOLVE = dict(BLOCK=64, num_warps=4, num_stages=1)  # BLOCK: columns of a product
 # STAGES: chunks in shared memory, at most. With 8 warps Triton 3.6 gives wrong results for corrected scans.
@@ -49,7 +49,8 @@ def _states_kernel(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Some values of one head of one request, chunk by chunk: the state each begins with, and its u (if corrected)."""
+    """Compute, chunk by chunk, the state that a chunk begins with and its u (if corrected), for BLOCK_P values of one
+    head of one request."""
     head, request = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(qo_indptr + request).to(tl.int64), tl.load(qo_indptr + request + 1)
     before = chunks_before(qo_indptr, request, CHUNK, BLOCK_R)
@@ -110,7 +111,7 @@ def _outputs_kernel(
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """Some values of one head of one chunk: what its queries read. Padding gets zeros."""
+    """Compute the outputs of one chunk: BLOCK_P values of one head. Padding gets zeros."""
     slot, head = tl.program_id(0), tl.program_id(1)
     request, first, left = find_chunk(qo_indptr, first_chunk + slot, num_reqs, num_tokens, CHUNK, BLOCK_R)
     i, low = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
@@ -156,12 +157,13 @@ def _outputs_kernel(
 
 
 class _Scratch(NamedTuple):
-    """Tensors that pass between kernels, [num_chunks, heads, ...], fp32; SCRATCH bounds its bytes.
+    """Intermediate tensors between kernels, [num_chunks, heads, ...], fp32; SCRATCH bounds their bytes.
 
-    states [k_dim, v_dim], with which chunks begin. Of corrected scans, u [CHUNK, v_dim], and w [CHUNK, k_dim] in bf16
-    parts, [PARTS, ...]. Of decays by key, cums [CHUNK, k_dim], keys as they enter the state, in parts, and weights of
-    tokens for their queries, qk, and keys, kk (if corrected), [CHUNK, CHUNK]. With 32 heads and dims of 128 a chunk of
-    64 takes 4.7 MB, one of 32 with decays by key 5 MB; 2048 tokens would be 150 MB (320 MB) and pass in segments.
+    states [k_dim, v_dim]: with which chunks begin. For corrected scans, u [CHUNK, v_dim], and w [CHUNK, k_dim] in bf16
+    parts, [PARTS, ...]. For decays by key, cums [CHUNK, k_dim], decayed keys for the state, in parts, and decayed
+    products of queries with keys, qk, and of keys with keys, kk (if corrected), [CHUNK, CHUNK]. With 32 heads and dims
+    of 128, a chunk of 64 takes 4.7 MB, one of 32 with decays by key 5 MB; 2048 tokens would take 150 MB (320 MB) and
+    run in segments.
     """
 
     states: torch.Tensor
@@ -229,7 +231,7 @@ def _constants(spec: ScanSpec, num_reqs: int) -> dict[str, Any]:
 
 
 def _blocks(spec: ScanSpec, given: dict[str, int]) -> dict[str, int]:
-    """Blocks of values and keys no wider than they need be."""
+    """Return `given` with blocks of values and keys no wider than necessary."""
     widths = {"BLOCK_P": spec.v_dim, "BLOCK_K": spec.k_dim}
     return {
         name: min(value, max(next_power_of_2(widths[name]), 16)) if name in widths else value
@@ -238,17 +240,17 @@ def _blocks(spec: ScanSpec, given: dict[str, int]) -> dict[str, int]:
 
 
 def _states_constants(spec: ScanSpec, key_bytes: int, shared: int) -> dict[str, int]:
-    """STATES, in no more stages than `shared` memory has bytes for."""
+    """Return STATES with as many stages as fit in `shared` bytes of memory."""
     found, common = _blocks(spec, STATES), _constants(spec, 1)
     size, width, of_parts = common["CHUNK"], common["BLOCK_N"], 2 * PARTS.value
     per_key = (of_parts if spec.is_corrected else 0) + (of_parts if spec.decay == "key" else key_bytes)
-    u, state = size * found["BLOCK_P"] * 4, width * found["BLOCK_P"] * 4  # u takes a stage less
+    u, state = size * found["BLOCK_P"] * 4, width * found["BLOCK_P"] * 4  # u takes one stage less
     num_stages = (shared - 1024 - state + u) // (size * width * per_key + u)
     return found | dict(STAGES=max(min(found["STAGES"], num_stages), 1))
 
 
 def _chunk_shapes(spec: ScanSpec) -> dict[str, tuple[torch.dtype, Sequence[int]] | None]:
-    """Dtype and shape of each field of `_Scratch`, for one head of one chunk."""
+    """Return dtype and shape of each field of `_Scratch`, for one head of one chunk."""
     size, is_by_key, is_corrected = CHUNK[spec.decay], spec.decay == "key", spec.is_corrected
     of_keys = torch.bfloat16, (PARTS.value, size, spec.k_dim)
     return {

@@ -16,7 +16,7 @@ from specdec.backends.triton.recurrent.chunk_tiles import requests_block
 from specdec.core.batch import AttentionMetadata
 
 BLOCK_C = 128
-EXTEND = dict(BLOCK=256, BLOCK_T=16, num_warps=4)  # channels and tokens of a prefill's program
+EXTEND = dict(BLOCK=256, BLOCK_T=16, num_warps=4)  # channels and tokens per program of prefills
 
 
 @triton.jit(
@@ -29,7 +29,7 @@ def _conv_tail_kernel(
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """One node: its path from itself upwards, then the row's state from its newest input on."""
+    """Convolve one node: inputs of its path from itself upwards, then of the row's state, newest first."""
     wait_for_others(PDL, LEADS)
     channel, token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = channel < CHANNELS
@@ -72,7 +72,7 @@ def _conv_step_kernel(
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """One token of a request, which becomes the newest of its row's inputs."""
+    """Convolve one token of a request, and store it as the newest input of the row's state."""
     wait_for_others(PDL, LEADS)
     channel, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = channel < CHANNELS
@@ -103,7 +103,7 @@ def _first(bias, channel, inside, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def _finished(total, DTYPE: tl.constexpr, SILU: tl.constexpr):
-    """Round a convolution; SILU: and then its SiLU."""
+    """Round a convolution; SILU: then apply SiLU and round again."""
     result = total.to(DTYPE)
     if SILU:
         wide = result.to(tl.float32)
@@ -125,7 +125,7 @@ def _conv_extend_kernel(
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of a packed prefill; padding gets zeros."""
+    """Convolve BLOCK_T tokens of a packed prefill; padding gets zeros."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin, t, r = tl.program_id(1).to(tl.int64) * BLOCK_T, tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
     token = begin + t
@@ -140,7 +140,7 @@ def _conv_extend_kernel(
     row = tl.load(rows + owner, mask=is_live & has_start, other=0)
     has_prefix = tl.load(prefix_lens + owner, mask=is_live & has_start, other=0) > 0
     total = tl.zeros([BLOCK_T, BLOCK], tl.float32) + _first(bias, channel, inside, BLOCK, HAS_BIAS)[None, :]
-    for back in tl.static_range(KERNEL):  # in the order of steps and tails
+    for back in tl.static_range(KERNEL):  # in the order of the step and tail kernels
         is_new = (place - back >= 0)[:, None]
         x_at = x + (t - back)[:, None] * x_t + channel[None, :] * x_c
         value = tl.load(x_at, mask=tile & is_new, other=0.0).to(tl.float32)
@@ -161,7 +161,7 @@ def _keep_inputs_kernel(
     x, state, rows, prefix_lens, qo_indptr, x_t, x_c,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs of one request become its row's state."""
+    """Store the last inputs of one request as its row's state."""
     channel, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     begin, end = tl.load(qo_indptr + request).to(tl.int64), tl.load(qo_indptr + request + 1)
     if begin == end:
@@ -236,7 +236,7 @@ def conv_extend(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadat
 
 
 def _arguments(inputs: ConvInputs, layer: ConvLayer) -> tuple[list[Any], tuple[int, ...], dict[str, Any]]:
-    """Return what all kernels take: x, weight, bias, a new output, the state; strides; what they are compiled for."""
+    """Return the arguments of all kernels: x, weight, bias, a new output, the state; strides; common constexprs."""
     x, weight, bias, is_silu = inputs
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     constants = {"CHANNELS": layer.spec.channels, "HAS_BIAS": bias is not None, "SILU": is_silu}

@@ -1,6 +1,6 @@
-"""Accepted paths folded into the states of recurrent layers: one launch for all layers of a kind.
+"""Folds accepted paths into the states of recurrent layers: one launch for all layers of a kind.
 
-Twin: `backends.recurrent.reference.folder`. Requests that accepted nothing leave their state as it is.
+Twin: `backends.recurrent.reference.folder`. States of requests that accepted nothing stay unchanged.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def _fold_scan_kernel(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
     DECAY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Some values of one head of one request in one layer; pointers [state, k, u, g, rates] x layers."""
+    """Fold BLOCK_P values of one head of one request in one layer; pointers: [state, k, u, g, rates] x layers."""
     head, layer, request = tl.program_id(1) % H, tl.program_id(1) // H, tl.program_id(2).to(tl.int64)
     num = _path_length(accept_index, request, W, BLOCK_W)
     if num == 0:
@@ -68,7 +68,7 @@ def _fold_conv_kernel(
     W: tl.constexpr, BLOCK_W: tl.constexpr,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of one request in one layer; pointers [state, tail] x layers."""
+    """Fold BLOCK_C channels of one request in one layer; pointers: [state, tail] x layers."""
     layer, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     num = _path_length(accept_index, request, W, BLOCK_W)
     if num == 0:
@@ -77,7 +77,7 @@ def _fold_conv_kernel(
     row = tl.load(rows + request)
     state = tl.load(pointers + layer).to(like.dtype) + row * (KEPT * CHANNELS) + channel
     tail = tl.load(pointers + num_layers + layer).to(like.dtype) + row * max_tail * CHANNELS + channel
-    source = num + j  # among the state's inputs and, behind them, the path's
+    source = num + j  # index into the state's inputs followed by the path's
     is_old = (source < KEPT) & (tl.load(seq_lens + request) > 0)
     is_node = (source >= KEPT) & (j < KEPT)
     node = tl.load(accept_index + request * W + source - KEPT, mask=is_node, other=0)
@@ -89,7 +89,7 @@ def _fold_conv_kernel(
 
 
 def folder(layers: Sequence[RecurrentLayer]) -> Commit:
-    """See `backends.recurrent.reference.folder`; the layers' tensors are looked up here, once."""
+    """See `backends.recurrent.reference.folder`; the layers' addresses are read here, once."""
     folds = [_fold_of_kind(members) for members in grouped(layers, lambda layer: layer.spec).values()]
 
     def commit(
@@ -138,6 +138,6 @@ def _fold_of_kind(layers: Sequence[RecurrentLayer]) -> Commit:
 
 
 def _pointers(layers: Sequence[RecurrentLayer]) -> torch.Tensor:
-    """Addresses of the layers' tensors, [tensors of a layer, layers] int64; 0 where a layer has none."""
+    """Return the addresses of the layers' tensors, [tensors per layer, layers] int64; 0 where a layer has none."""
     columns = [[0 if t is None else t.data_ptr() for t in layer[1:]] for layer in layers]
     return torch.tensor(columns, dtype=torch.int64, device=layers[0].state.device).T.contiguous()

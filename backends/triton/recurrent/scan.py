@@ -1,8 +1,8 @@
-"""Scans, a program for some values of one head of one request, whose state stays in registers while tokens pass.
+"""Scans token by token: a program has some values of one head of one request, and keeps their state in registers.
 
 Twins: `recurrent.reference.scan_tail`, `scan_extend` and `scan_step`. A node of a tree continues where the node
-before it ended or began, if that is its parent or sibling; else its path is taken again, from the state on. So a chain
-costs one pass over its tokens, and decays are multiplied one by one: no exponent is above 0.
+before it ended or began, if that is its parent or sibling; else its path is recomputed from the state. So a chain costs
+one pass over its tokens, and decays are multiplied one by one: no exponent is above 0.
 """
 
 from typing import Any
@@ -26,12 +26,12 @@ from specdec.backends.triton.recurrent.tokens import (
 )
 from specdec.core.batch import AttentionMetadata
 
-TILE = 1024  # elements of the state in a program, which is one warp: sums over keys stay within it
+TILE = 1024  # elements of the state per program, which is one warp, so that sums over keys stay within it
 
 
 @triton.jit
 def _bit_of(node, word):
-    """The bit of a node (int64) in a word of ancestor bits, 0 in other words."""
+    """Return the bit of a node (int64) in a word of ancestor bits, 0 in other words."""
     return tl.where(word == node // 64, tl.full([], 1, tl.int64) << node % 64, 0)
 
 
@@ -48,7 +48,7 @@ def _scan_tail_kernel(
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, GIVEN: tl.constexpr, SCALE: tl.constexpr,
     PDL: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """GIVEN: heads of q and k, of which G are stored."""
+    """Scan the nodes of one request. GIVEN: heads of q and k, of which G are stored."""
     wait_for_others(PDL, LEADS)
     head, request = tl.program_id(1), tl.program_id(2)
     key_head, given_head = head // (H // G), head // (H // GIVEN)
@@ -74,7 +74,7 @@ def _scan_tail_kernel(
             current = take_node(
                 current, tail_k, tail_u, tail_g, node, head, key_head, n, p, rate, H, G, N, P, WIDTH, DECAY
             )
-    parent = current  # of the node before
+    parent = current  # the state after the previous node's parent
     w = tl.arange(0, BLOCK_WORDS)
     first = request.to(tl.int64) * q_len
     q_n, k_n, v_p, gap, strength = load_token(
@@ -83,7 +83,7 @@ def _scan_tail_kernel(
     )  # fmt: skip
     for i in range(0, q_len):
         token = first + i
-        following = load_token(  # a token ahead, so that none waits for memory
+        following = load_token(  # prefetched one token ahead
             q, k, v, g, beta, first + tl.minimum(i + 1, q_len - 1), head, given_head, n, p,
             q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, N, P, DECAY, CORRECTED, SCALE,
         )  # fmt: skip
@@ -158,7 +158,7 @@ def _scan_extend_kernel(
     )  # fmt: skip
     for i in range(0, (end - begin).to(tl.int32)):
         token = begin + i
-        following = load_token(  # a token ahead, so that none waits for memory
+        following = load_token(  # prefetched one token ahead
             q, k, v, g, beta, tl.minimum(token + 1, end - 1), head, given_head, n, p,
             q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, N, P, DECAY, CORRECTED, SCALE,
         )  # fmt: skip
@@ -228,10 +228,10 @@ def _token_by_token(
 
 
 def constants(spec: ScanSpec) -> dict[str, Any]:
-    """Return what the kernels are compiled for, how many warps they run in, and that they round every product: what a
-    compiler fuses with a sum differs from kernel to kernel, and states must not."""
+    """Return constexprs and compiler options of the kernels. The compiler must not fuse products and sums to FMAs: its
+    choice differs from kernel to kernel, and states must not."""
     block_n = next_power_of_2(spec.k_dim)
-    tile = TILE // 2 if spec.decay == "state" else TILE  # there, each element takes an exponential
+    tile = TILE // 2 if spec.decay == "state" else TILE  # each element takes an exponential then
     return dict(
         H=spec.heads,
         G=spec.key_heads,
@@ -247,12 +247,12 @@ def constants(spec: ScanSpec) -> dict[str, Any]:
 
 
 def _of_inputs(inputs: ScanInputs) -> dict[str, Any]:
-    """Return what the kernels of tokens are compiled for besides: how q and k are given, and when they start."""
+    """Return the other constexprs of the kernels of tokens, which depend on inputs, and their launch options."""
     return {"GIVEN": inputs.q.shape[1], "SCALE": inputs.scale or 0.0, **early_and_leading(len(inputs.v))}
 
 
 def width(spec: ScanSpec) -> int:
-    """Return how many log decays a head has."""
+    """Return the number of log decays per head."""
     return 1 if spec.decay == "head" else spec.decay_shape[1]
 
 
@@ -261,7 +261,7 @@ def _grid(spec: ScanSpec, num_reqs: int) -> tuple[int, int, int]:
 
 
 def arguments(inputs: ScanInputs) -> tuple[list[torch.Tensor | None], list[int]]:
-    """The tensors of `inputs`, of which the last dims of q, k, v and decays are dense, and their strides."""
+    """Return the tensors of `inputs`, with dense last dims of q, k, v and decays, and their strides."""
     q, k, v, g, beta, rates, _ = inputs
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     g = g if g.dim() == 2 or g.stride(2) == 1 else g.contiguous()

@@ -1,4 +1,5 @@
-"""Bodies of the scan kernels: a token taken into the state of one head, [BLOCK_N keys, BLOCK_P values] in registers."""
+"""Device functions of the scan kernels: update the state of one head, [BLOCK_N keys, BLOCK_P values] in registers, by
+one token."""
 
 import triton
 import triton.language as tl
@@ -10,7 +11,7 @@ EPS = tl.constexpr(state_pool.EPS)
 
 @triton.jit
 def load_decay(at, n, p, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr):
-    """Load the log decay of a token in a head: a number, of keys n, or of values p."""
+    """Load the log decay of a token in a head: one number, one per key n, or one per value p."""
     if DECAY == "head":
         return tl.load(at).to(tl.float32)
     elif DECAY == "key":
@@ -21,7 +22,7 @@ def load_decay(at, n, p, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr):
 
 @triton.jit
 def store_decay(at, value, n, p, is_first, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr):
-    """Store what `load_decay` loads; is_first: whether p are a head's first values."""
+    """Store what `load_decay` loads; is_first: p are a head's first values."""
     if DECAY == "head":
         tl.store(at, value, mask=is_first)
     elif DECAY == "key":
@@ -32,7 +33,7 @@ def store_decay(at, value, n, p, is_first, N: tl.constexpr, P: tl.constexpr, DEC
 
 @triton.jit
 def decayed(state, gap, rates, DECAY: tl.constexpr):
-    """The state after log decay `gap` <= 0, which is multiplied with `rates` <= 0 where those are."""
+    """Return the state after log decay `gap` <= 0; if DECAY is "state", after rates * gap, with `rates` <= 0 <= gap."""
     if DECAY == "head":
         return state * tl.exp(gap)
     elif DECAY == "key":
@@ -43,14 +44,14 @@ def decayed(state, gap, rates, DECAY: tl.constexpr):
 
 @triton.jit
 def written(state, k_n, u):
-    """The state after u was written under k_n, rounded once in every kernel: the compiler might choose otherwise."""
+    """Return the state after u is written under k_n: one explicit FMA, so that all kernels round alike."""
     return tl.fma(k_n[:, None], u[None, :], state)
 
 
 @triton.jit
 def as_units(k_n, v_p, strength, AXIS: tl.constexpr):
-    """Return the v and beta with which key k writes what its unit c k would write with those given; see
-    `recurrent.reference._units`. AXIS: the one along which keys lie."""
+    """Return the v and beta with which key k has the effect of the unit key c k with the given ones; see
+    `recurrent.reference._units`. AXIS: that of keys."""
     c = tl.rsqrt(tl.sum(k_n * k_n, AXIS) + EPS)
     if AXIS == 1:
         v_p /= c[:, None]
@@ -61,7 +62,7 @@ def as_units(k_n, v_p, strength, AXIS: tl.constexpr):
 
 @triton.jit
 def query_factor(q_n, SCALE: tl.constexpr, AXIS: tl.constexpr):
-    """Return the factor that makes the norm of queries, which lie along AXIS, SCALE."""
+    """Return the factor that scales queries, along AXIS, to a norm of SCALE."""
     return SCALE * tl.rsqrt(tl.sum(q_n * q_n, AXIS) + EPS)
 
 
@@ -113,6 +114,6 @@ def take_node(
 
 @triton.jit
 def lowest_bit(bits):
-    """Index of the lowest set bit of an int64 that is not 0: the exponent of that power of two."""
+    """Return the index of the lowest set bit of a nonzero int64: the exponent of that power of two."""
     lowest = bits & -bits
     return (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23 & 0xFF) - 127

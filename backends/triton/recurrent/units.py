@@ -1,5 +1,5 @@
-"""What scans of gated delta rules take: decays and strengths; and, for prefills by chunks whose queries and keys are to
-be made units, values, strengths and factors of outputs.
+"""Inputs of gated delta rule scans: decays and strengths; and, for chunked prefills with normalised queries and keys,
+the values, strengths and output factors that replace normalising them.
 
 Twins: `recurrent.gates.delta_gates` and `recurrent.reference._units`. Queries and keys stay in 16 bits.
 """
@@ -14,7 +14,7 @@ from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 from specdec.backends.triton.recurrent.scan import arguments
 from specdec.backends.triton.recurrent.tokens import as_units, query_factor
 
-BLOCK_T = 8  # tokens of a program
+BLOCK_T = 8  # tokens per program
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -23,7 +23,7 @@ def _units_kernel(
     H: tl.constexpr, GIVEN: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of a head."""
+    """Compute BLOCK_T tokens of a head; see `units`."""
     head = tl.program_id(1)
     given_head = head // (H // GIVEN)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -45,7 +45,8 @@ def _gates_kernel(
     a, b, log_rates, bias, g, beta, num_rows, a_t, b_t,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens. softplus(x) is x above 20, as in torch; below -3 a series, where 1 + exp(x) would lose digits."""
+    """Compute ROWS tokens. softplus(x) is x above 20, as in torch, and a series below -3, where 1 + exp(x) loses
+    digits."""
     wait_for_others(PDL, True)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     head = tl.arange(0, BLOCK)[None, :]
@@ -79,7 +80,7 @@ def delta_gates(
 
 
 def units(inputs: ScanInputs) -> tuple[ScanInputs, torch.Tensor]:
-    """Return inputs whose q and k need not be made units, and the factors [T, heads] of their outputs."""
+    """Return inputs whose q and k need no normalisation, and the factors [T, heads] of their outputs."""
     (q, k, v, _, beta, _), strides = arguments(inputs)
     assert q is not None and k is not None and v is not None and beta is not None and inputs.scale is not None
     num_tokens, heads, v_dim = v.shape

@@ -1,4 +1,4 @@
-"""Admission in one launch: a packed copy from the host becomes state and slot tables of the rows that it names.
+"""Admission in one launch: writes state and slot tables of the rows that a packed copy from the host names.
 
 Twin: `admit` of `specdec.core.functional.torch_ops.TORCH_OPS`.
 """

@@ -44,10 +44,10 @@ def _chain_kernel(
 
 
 def chain(root: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """root [bs] and drafts [bs, S], int64: tokens, parents, depths [bs, S+1], ancestor_bits [bs, S+1, W], int64."""
+    """Return tokens, parents, depths [bs, S+1], ancestor_bits [bs, S+1, W] of root [bs], drafts [bs, S]; all int64."""
     assert drafts.shape[1] == 0 or drafts.stride(1) == 1, "drafts need a dense last dim"
     bs, num_nodes = drafts.shape[0], drafts.shape[1] + 1
-    # Apart, so that they are aligned: kernels are compiled once more for pointers that are not.
+    # Allocated separately, so that all are aligned: unaligned pointers would compile another variant.
     tokens, parents, depths = (torch.empty(bs, num_nodes, dtype=torch.int64, device=root.device) for _ in range(3))
     bits = torch.empty(bs, num_nodes, num_words(num_nodes), dtype=torch.int64, device=root.device)
     _chain_kernel[(bs,)](

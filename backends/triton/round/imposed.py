@@ -1,4 +1,4 @@
-"""Imposed acceptance, one program a request. Twin: `specdec.core.functional.verify.impose_acceptance`."""
+"""Imposed acceptance, one program per request. Twin: `specdec.core.functional.verify.impose_acceptance`."""
 
 import torch
 import triton
@@ -41,7 +41,7 @@ def _impose_kernel(
 
 
 def impose(verified: VerifyOutput, nodes: torch.Tensor, rates: torch.Tensor, draws: torch.Tensor) -> VerifyOutput:
-    """verified: of `nodes` [bs, D] int64, the tokens of trees; rates [S] and draws [bs], float64."""
+    """Impose acceptance on `verified`, of trees with tokens `nodes` [bs, D] int64; rates [S] and draws [bs] float64."""
     accept_lens, tokens, invalid = (t.contiguous() for t in verified[1:])
     (bs, width), num_nodes = tokens.shape, nodes.shape[1]
     made = [torch.empty_like(t) for t in (tokens, accept_lens, tokens)]

@@ -1,4 +1,4 @@
-"""Prompt lookup, and what it adds to a tree, one program a request. Twins: `look_up` and `merge` in
+"""Prompt lookup, and merging its tokens into a tree, one program per request. Twins: `look_up` and `merge` in
 `specdec.core.functional.lookup`."""
 
 import torch

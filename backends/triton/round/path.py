@@ -1,4 +1,4 @@
-"""Parts of walks on the device, of one request each: steps on point masses and drawn tokens, and a walk's output.
+"""Device functions of verification walks, for one request: steps on point masses and drawn tokens, and the output.
 
 A path has the node of each depth c, -1 past its end; n are a request's nodes.
 """
@@ -52,9 +52,9 @@ def is_law(mass):
 def walk_down(
     path, current, first_step, at_parent, parent, total, u, is_draft, n, c, W: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Return path and last node of a walk that is at `current`, after steps first_step.. on point masses.
+    """Continue a walk from node `current` by steps first_step.. on point masses; return its path and last node.
 
-    at_parent: the probability of each node's token in its parent's law; total: of each node's law; u: its number.
+    at_parent: the mass of each node's token in its parent's law; total: that of each node's law; u: its random number.
     """
     # Once no child is accepted, `current` stays, and its children are rejected again.
     for step in range(first_step, W):
@@ -79,19 +79,20 @@ def exclude(excluded, token, is_rejected):
 
 @triton.jit
 def last_drawn(p, q, q_total, u, c, W: tl.constexpr):
-    """Return how many drawn tokens are accepted, one after the other, and the factor of the draft's law after them.
+    """Return the number of leading drawn tokens that are accepted, and the factor of the draft's law after them.
 
-    p, of a law, and q, of one whose total is q_total: of the token at depth c, 1..W-1, before which they stand.
+    For the token at depth c, 1..W-1: p, its probability in the target's law; q, its mass in the draft's, whose total is
+    q_total.
     """
     is_draft = (c > 0) & (c < W)
     is_accepted = is_draft & is_law(q_total) & (u * (q / tl.where(is_draft, q_total, 1.0)) < p)
     last = tl.min(tl.where(is_accepted | (c == 0), W, tl.where(is_draft, c, W))) - 1
-    next_mass = tl.sum(tl.where(c == last + 1, q_total, 0.0))  # 0 behind the last draft: there nothing was proposed
+    next_mass = tl.sum(tl.where(c == last + 1, q_total, 0.0))  # 0 after the last draft, where nothing was proposed
     return last, tl.where(is_law(next_mass), 1.0 / tl.where(is_law(next_mass), next_mass, 1.0), 0.0)
 
 
 def empty_notes(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and scales for `note_draw`."""
+    """Return uninitialised rows and scales for `note_draw`."""
     bs, device = tokens.shape[0], tokens.device
     return torch.empty(bs, 3, dtype=torch.int64, device=device), torch.empty(bs, 3, dtype=torch.float64, device=device)
 

@@ -1,4 +1,4 @@
-"""Rows by index: where rounds start, features of the accepted path, the draft-extend row, K/V of the path."""
+"""Gathers and moves rows by index: starts of rounds, features of the accepted path, draft-extend rows, K/V of paths."""
 
 from collections.abc import Callable
 
@@ -58,7 +58,7 @@ def _move_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One request's path in one cache, BLOCK elements of each row."""
+    """Move one request's path in one cache, BLOCK elements of each row."""
     request, cache = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pool = tl.load(caches + cache).to(like.dtype)
     row_size = tl.load(row_sizes + cache)
@@ -76,7 +76,7 @@ def _move_kernel(
 
 
 def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """values [bs, n, h] (last dim dense), index [bs, m] int64, -1 reads row 0: [bs, m, h].
+    """Return rows index [bs, m] int64 of values [bs, n, h] (last dim dense): [bs, m, h]; -1 reads row 0.
 
     Twin: `values.gather(1, index.clamp(min=0).unsqueeze(2).expand(-1, -1, h))`.
     """
@@ -90,23 +90,24 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def keep_last(states: torch.Tensor, lens: torch.Tensor, rows: torch.Tensor, into: torch.Tensor) -> None:
-    """states [bs, n, h], lens and rows [bs] int64, into [num_rows, h] (dense): see `core.functional.ops.RoundOps`."""
+    """Copy row lens - 1 of states [bs, n, h] to `rows` of into [num_rows, h] (dense); lens, rows [bs] int64. See
+    `core.functional.ops.RoundOps`."""
     (bs, n, h), block = states.shape, 1024
     grid = bs, cdiv(h, block)
     _keep_last_kernel[grid](states.contiguous(), lens, rows, into, n, h, BLOCK=block, **early())
 
 
 def starts(seq_lens: torch.Tensor, roots: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """seq_lens and roots [num_rows] int64 of `rows` [bs] int64. Twin: `seq_lens[rows], roots[rows]`."""
+    """Return seq_lens and roots [num_rows] int64 at `rows` [bs] int64. Twin: `seq_lens[rows], roots[rows]`."""
     out_lens, out_roots = torch.empty_like(rows), torch.empty_like(rows)
     _starts_kernel[(len(rows),)](seq_lens, roots, rows, out_lens, out_roots, num_warps=1, **early())
     return out_lens, out_roots
 
 
 def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Move an accepted path's K/V in all layers of `pool` in one launch. Twin: `core.functional.torch_ops.TORCH_OPS`.
+    """Return a function that moves accepted paths' K/V in all layers of `pool` in one launch.
 
-    The pool's tensors are looked up here, once: they must stay where they are.
+    Twin: `core.functional.torch_ops.TORCH_OPS`. The pool's addresses are read here, once, so its tensors must not move.
     """
     tensors = pool.planes
     device = tensors[0].device

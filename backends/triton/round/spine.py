@@ -1,8 +1,8 @@
-"""Trees with a drawn path on the device: its tokens among candidates, and verification; one program per request.
+"""Trees with a drawn path (the spine): its tokens among candidates, and verification; one program per request.
 
 Twins: `specdec.core.functional.spine.put_first` and `verify.verify_spine` beside it, which writes laws.
-Here the first kernel follows the spine to the node after which a drawn token is refused, the second sums what the law
-there has left, and the third walks on from that node as down a tree of point masses.
+Here the first kernel follows the spine to the node after which a drawn token is rejected, the second sums the residual
+of the law there, and the third walks on from that node as in a tree of point masses.
 """
 
 import torch
@@ -139,7 +139,7 @@ def _spine_kernel(
     u = tl.load(uniforms + request * D + n, mask=is_node, other=0.0)
     at_parent = tl.load(probs + (request * D + parent) * V + token, mask=is_draft, other=0.0).to(tl.float64)
 
-    # Past the last accepted token the target's law is what the draft's has left of it, if that has mass.
+    # After the last accepted token, the target's law is the residual, (law - draft)+, if that has mass.
     end = (tl.load(drawn_rows + request * 3) - request * D).to(tl.int32)
     draft_row = tl.load(drawn_rows + request * 3 + 1)
     law_scale, draft_scale = tl.load(drawn_scales + request * 3), tl.load(drawn_scales + request * 3 + 1)

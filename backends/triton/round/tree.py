@@ -1,7 +1,7 @@
 """The draft tree on the device: growth and re-rank, one program per request.
 
 Twins: `specdec.core.functional.tree.grow` and `build`.
-Candidates are ranked by counting the better ones, which is stable, bounded and needs no sort: keys are unique.
+Candidates are ranked by counting better ones, which is stable, bounded and needs no sort: keys are unique.
 """
 
 import torch
@@ -15,7 +15,7 @@ from specdec.core.config import num_words
 
 @triton.jit
 def _child_scores(log_probs, parent_scores, request, j, K: tl.constexpr, C: tl.constexpr):
-    """Return the cumulative scores of children j of all parents; a child is never above its parent, NaN is -inf."""
+    """Return the cumulative scores of children j of all parents, none above its parent's; NaN becomes -inf."""
     is_child = j < K * C
     log_prob = tl.load(log_probs + request * K * C + j, mask=is_child, other=float("-inf"))
     parent = tl.load(parent_scores + request * K + j // C, mask=is_child, other=float("-inf"))
@@ -25,7 +25,7 @@ def _child_scores(log_probs, parent_scores, request, j, K: tl.constexpr, C: tl.c
 
 @triton.jit
 def _child_key(score, j, KEEPS_FIRST: tl.constexpr):
-    """Return the keys by which children j rank; with KEEPS_FIRST the first one is above all."""
+    """Return the keys by which children j rank; with KEEPS_FIRST the first one ranks highest."""
     key = order_key(score, j)
     if KEEPS_FIRST:
         key = tl.where(j == 0, tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64), key)
@@ -121,7 +121,7 @@ def _build_kernel(
         tl.store(out_tokens + at, tl.load(tokens + request * N + j, mask=is_selected, other=0), mask=is_selected)
         tl.store(out_parents + at, tl.load(parents + request * N + j, mask=is_selected, other=0), mask=is_selected)
         tl.store(out_depths + at, tl.load(depths + j, mask=is_selected, other=0), mask=is_selected)
-    tl.debug_barrier()  # what other threads have stored is read from here on
+    tl.debug_barrier()  # from here on, threads read what others have stored
 
     n = tl.arange(0, BLOCK_D)
     is_draft = (n > 0) & (n < D)
@@ -132,7 +132,7 @@ def _build_kernel(
     tl.store(out_parents + request * D + n, parent.to(tl.int64), mask=n < D)
     tl.store(out_tokens + request * D, tl.load(root + request))
     tl.store(out_depths + request * D, tl.zeros([], tl.int64))
-    # Pointer jumping: after k turns a node knows the 2**k nodes nearest on its path; the root jumps to itself.
+    # Pointer jumping: after k steps a node knows the nearest 2**k nodes of its path; the root jumps to itself.
     for word in tl.static_range(W):
         bits = tl.where(n // 64 == word, tl.full([BLOCK_D], 1, tl.int64) << (n % 64).to(tl.int64), 0)
         jump = parent
@@ -196,9 +196,8 @@ def build(
     num_draft_tokens: int,
     num_steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens, parents, depths [bs, D] and ancestor bits [bs, D, W] of the root and the best D-1 candidates.
-
-    All int64.
+    """Return tokens, parents, depths [bs, D] and ancestor bits [bs, D, W], int64, of the root and the best D-1
+    candidates.
 
     root [bs], tokens and parents [bs, N], depths [N] int64; log_probs [bs, N] float32.
     """

@@ -1,4 +1,4 @@
-"""Ends a round, one program a request: cuts accepted tokens at stops and limits, then state moves on.
+"""Ends a round, one program per request: cuts accepted tokens at stop ids and limits, then advances the state.
 
 Twins: `trim`, `emit` and `mail` of `specdec.core.functional.torch_ops.TORCH_OPS`. Only the dummy row may repeat.
 """
@@ -40,7 +40,7 @@ def _trim_kernel(
     node = tl.load(accept_index + at, mask=c < W, other=-1)
     stops = tl.load(stop_ids + row * NUM_STOPS + s, mask=s < NUM_STOPS, other=-1)
     left = tl.load(remaining + row)
-    # The paddings of both equal each other, but only past accept_lens, where a stop changes nothing.
+    # Padding of tokens equals padding of stop ids, but only past accept_lens, where a stop changes nothing.
     is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
     until_stop = tl.min(tl.where(is_stop & (c < W), c + 1, W + 1)).to(tl.int64)
     accept_len = tl.load(accept_lens + request)
@@ -99,9 +99,9 @@ def _mail_kernel(results, host, num, BLOCK: tl.constexpr):
 
 
 def trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> VerifyOutput:
-    """Cut `verified` of `rows` [bs] at stops and limits.
+    """Cut `verified` of `rows` [bs] at stop ids and limits.
 
-    stop_ids [num_rows, num_stops] int64, -1 padded; remaining [num_rows] int64 is lowered, to 0 where a row is over.
+    stop_ids [num_rows, num_stops] int64, -1 padded; remaining [num_rows] int64 is lowered, to 0 for finished rows.
     """
     given = [t.contiguous() for t in verified]
     made = [torch.empty_like(t) for t in given]
@@ -131,9 +131,9 @@ def emit(
     history: torch.Tensor,
     moves: bool,
 ) -> torch.Tensor:
-    """Results of `verified`, which is trimmed, for the host, [bs, W+3] int64.
+    """Return the results of `verified`, already trimmed, for the host, [bs, W+3] int64.
 
-    In place: `roots` [num_rows] int64 and, if it `moves`, `seq_lens`; tokens go to history [num_rows, width] int32.
+    Updates `roots` [num_rows] int64 and, if `moves`, `seq_lens` in place; tokens go to history [num_rows, width] int32.
     """
     given = [t.contiguous() for t in verified[1:]]
     bs, width = given[1].shape
@@ -157,7 +157,7 @@ def emit(
 
 
 def mail(results: torch.Tensor, host: torch.Tensor) -> None:
-    """Write results [n, W+3] int64 to `host`, dense, in pinned memory; a copy by CUDA between two graphs takes 6 µs
+    """Write results [n, W+3] int64 to `host`, dense, in pinned memory; a CUDA copy between two graphs takes 6 µs
     longer."""
     num, block = results.numel(), 256
     cached_launch(_mail_kernel, num_warps=1)((cdiv(num, block),), results.contiguous(), host, num, BLOCK=block)

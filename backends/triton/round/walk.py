@@ -1,4 +1,4 @@
-"""Verification on the device: finds the drafts that the target accepts, one program per request.
+"""Verification: finds the draft tokens that the target accepts, one program per request.
 
 Twins: `specdec.core.functional.verify.verify_greedy`, `_tree`, `_chain`.
 A walk ends after num_steps iterations, whatever the logits are. A law that is not finite marks its request
@@ -61,7 +61,7 @@ def _greedy_kernel(
     accept_len, invalid = store_output(
         path, token, is_finite, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
     )
-    tl.debug_barrier()  # the bonus takes the place of a -1 that another thread has stored
+    tl.debug_barrier()  # the bonus overwrites a -1 that another thread has stored
     tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
 
 

@@ -11,8 +11,8 @@ from specdec.backends.triton.launch.sizes import cdiv
 if TYPE_CHECKING:
     from specdec.core.functional.sampling import Guide
 
-_WORDS = 64  # of a mask that a program reads
-_TOKENS = 1024  # of a draft's vocabulary that a program guides
+_WORDS = 64  # of a mask, per program
+_TOKENS = 1024  # of a draft's vocabulary, per program
 
 
 @triton.jit(do_not_specialize=["vocab", "stride", "num_words"])
@@ -20,7 +20,7 @@ def _constrain_kernel(logits, masks, vocab, stride, num_words, WORDS: tl.constex
     at, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * WORDS
     w = begin + tl.arange(0, WORDS)
     words = tl.load(masks + at * num_words + w, mask=w < num_words, other=-1)
-    if tl.min((words == -1).to(tl.int32)) == 1:  # all is allowed, as everywhere for requests without a grammar
+    if tl.min((words == -1).to(tl.int32)) == 1:  # all allowed, as for requests without a grammar
         return
     bits = tl.arange(0, 32)
     v = w[:, None] * 32 + bits[None, :]
@@ -50,7 +50,7 @@ def _guided_kernel(
 
 
 def guided(logits: torch.Tensor, guide: "Guide", step: int, names: torch.Tensor) -> torch.Tensor:
-    """Return the logits [bs, n, dv] of draft step `step` without what a grammar forbids; names [dv]. See the twin."""
+    """Return the logits [bs, n, dv] of draft step `step` with forbidden tokens masked; names [dv]. See the twin."""
     bs, num_nodes, dv = logits.shape
     forced, masks = guide.forced, guide.masks
     assert logits.stride(2) == 1 and forced.stride(1) == 1 and masks.is_contiguous() and names.is_contiguous()

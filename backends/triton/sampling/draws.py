@@ -1,7 +1,7 @@
-"""Draws from rows of weights in two launches: masses of blocks of the vocabulary, then one block for each request.
+"""Sampling from rows of weights in two launches: masses of blocks of the vocabulary, then one block for each request.
 
 Twins: `sample` of `specdec.core.functional.sampling` and the bonus tokens of `verify` beside it. All is float64. One
-program sums a block whatever the batch is, so that a request draws the same in any batch.
+program sums a block for any batch size, so that a request draws the same in any batch.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ import triton.language as tl
 from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 
 _MAX_BLOCK = 8192  # tokens
-_FIELDS = tl.constexpr(4)  # of a block: mass of the law and of its residual, the last token that has some of each
+_FIELDS = tl.constexpr(4)  # of a block: masses of the law and of its residual, the last token with mass in each
 
 
 @triton.jit
 def _weights(law, law_scale, draft, draft_scale, excluded, num_excluded, v, V: tl.constexpr, HAS_DRAFT: tl.constexpr):
     """Return the law at tokens v and its residual, (law - draft)+ without the excluded tokens. NaN counts as 0.
 
-    Where a draft's law is subtracted and tokens are excluded, too, (law - draft)+, which has mass then, is the law.
+    If tokens are excluded besides a subtracted draft law, the law returned is (law - draft)+, which has mass then.
     """
     p = tl.load(law + v, mask=v < V, other=0.0).to(tl.float64) * law_scale
     p = tl.where(p > 0, p, 0.0)
@@ -92,12 +92,12 @@ def _draw(
     weight = tl.where(has_mass, residual, p)
     is_reached = (weight > 0) & (before + tl.cumsum(weight) > goal)
     first = tl.min(tl.where(is_reached, v, V))
-    return tl.minimum(first, last).to(tl.int64)  # sums in another order round differently: then nothing is reached
+    return tl.minimum(first, last).to(tl.int64)  # sums in another order round differently, so none may be reached
 
 
 @triton.jit
 def note_draw(rows, scales, request, law_row, draft_row, num_excluded, law_scale, draft_scale, u):
-    """Store what a bonus token is drawn from: rows of the laws and of the draft's, and how many tokens are excluded.
+    """Store the source of a bonus token: the rows of its law and of the draft's, and the number of excluded tokens.
 
     law_scale, draft_scale: factors that make both sum to one; draft_scale 0: nothing was drafted. u: float64 in [0, 1].
     rows, scales: [bs, 3], int64 and float64.
@@ -238,7 +238,8 @@ def bonus_parts(
     excluded: torch.Tensor,
     noted: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Return what `_store_parts` stores of each block that is noted: [bs, blocks, 4] float64; see `draw_bonus`."""
+    """Return the fields of `_store_parts` for each block of the noted rows: [bs, blocks, 4] float64; see
+    `draw_bonus`."""
     bs, vocab = probs.shape[0], probs.shape[2]
     shape, _ = _blocks(vocab)
     parts = _empty_parts(probs, bs, vocab, shape)
@@ -249,7 +250,7 @@ def bonus_parts(
 
 
 def _blocks(vocab: int) -> tuple[dict[str, Any], int]:
-    """Return the launch constants of a vocabulary: tokens per block with its warps, and a bound of the blocks."""
+    """Return the launch constants of a vocabulary, tokens and warps per block, and an upper bound of the blocks."""
     block = min(_MAX_BLOCK, next_power_of_2(vocab))
     slots = next_power_of_2(cdiv(vocab, block))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}, slots

@@ -1,9 +1,9 @@
 """The law that tokens are sampled from. Twin: `specdec.core.functional.sampling.process_logits`.
 
-Each row of logits is split over programs, and every step over the vocabulary is a launch: the best token, the passes of
-`selection.py` if any request has filters, the mass of the tokens that are kept, and the law. Masses are integers, so
-that a law does not depend on the splits, which follow the number of rows. Where the mass at the edge of top-p equals
-1 - top_p up to rounding, this and the twin may part by one token.
+Each row of logits is split over programs, and every pass over the vocabulary is a launch: the best token, the passes of
+`selection.py` if any request has filters, the mass of the kept tokens, and the law. Masses are integers, so that a law
+does not depend on the splits, which depend on the number of rows. Where the mass at the edge of top-p equals 1 - top_p
+up to rounding, this and the twin may differ by one token.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from specdec.backends.triton.sampling.selection import (
     share_of_key,
 )
 
-_BLOCK = 2048  # tokens that a program reads at once
+_BLOCK = 2048  # tokens that a program loads at once
 _MAX_SPLITS = 64  # of a row
 _PROGRAMS = 512  # about as many as an H100 or H200 runs at once
 
@@ -66,9 +66,9 @@ def _mass_kernel(
     SHIFT: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
 ):
-    """Each split's mass of kept tokens and number of tokens at the edge of top-p, as if all of these were kept.
+    """Store each split's mass of kept tokens, as if all tokens at the edge of top-p were kept, and the number of those.
 
-    edges, by row: the smallest key that is kept, the key at the edge, how many tokens of it are dropped, their mass.
+    edges, by row: the smallest kept key, the key at the edge, how many tokens with it are dropped, their mass.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // num_positions
@@ -140,7 +140,7 @@ def _law_kernel(
     own, lanes = out + row * V, tl.arange(0, BLOCK)
     start = split * span
     end = tl.minimum(start + span, V)
-    if tl.abs(best) == float("inf"):  # the row has no law: NaN or +inf is in it, or nothing else than -inf
+    if tl.abs(best) == float("inf"):  # the row has no law: it has NaN or +inf, or only -inf
         for base in range(start, end, BLOCK):
             tl.store(own + base + lanes, tl.full([BLOCK], float("nan"), tl.float32), mask=base + lanes < V)
     elif temperature == 0:
@@ -211,7 +211,7 @@ def law(logits: torch.Tensor, sampling: Any) -> torch.Tensor:
 
 
 def _splits(num_rows: int, vocab: int, block: int) -> tuple[int, int]:
-    """Return how many programs a row gets and the tokens of each, so that all rows make about _PROGRAMS programs."""
+    """Return the programs per row and the tokens of each, so that all rows together have about _PROGRAMS programs."""
     num = min(_MAX_SPLITS, cdiv(vocab, block), max(1, _PROGRAMS // max(1, num_rows)))
     span = block * cdiv(vocab, block * num)
     return cdiv(vocab, span), span

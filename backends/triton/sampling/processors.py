@@ -1,8 +1,8 @@
 """Logits processors for every node of a tree, in five launches. Twin: `specdec.core.functional.processors.process`.
 
-One launch writes the tokens that each node follows, the nearest first; one counts the tokens of the history; one takes
-the penalties over the vocabulary; one program a node then does what names single tokens (drafts on its path, biases,
-bans, bad words), and the last looks for n-grams in the history. Rows that use none of it leave at once.
+One launch writes the tokens before each node, the nearest first; one counts the tokens of the history; one applies the
+penalties over the vocabulary; one program per node then applies the rules for single tokens (draft tokens on its path,
+biases, bans, bad words), and the last finds n-grams in the history. Programs of rows without such settings exit early.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ import triton.language as tl
 
 from specdec.backends.triton.launch.sizes import cdiv, next_power_of_2
 
-_PROMPT = tl.constexpr(1 << 30)  # of a count: the prompt holds the token. The bits below: times that it was emitted
+_PROMPT = tl.constexpr(1 << 30)  # bit of a count: the token is in the prompt. Lower bits: how often it was emitted
 
 
 @triton.jit
 def _penalties(penalties, row):
-    """Those for repetition, frequency and presence, and whether any is on."""
+    """Return the repetition, frequency and presence penalties of a row, and whether any is on."""
     own = penalties + 3 * row
     repetition, frequency, presence = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     return repetition, frequency, presence, (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
@@ -26,7 +26,7 @@ def _penalties(penalties, row):
 
 @triton.jit
 def _penalised(x, count, num_drafted, repetition, frequency, presence):
-    """x after `count`, see `_count_kernel`, and `num_drafted` times on the node's path."""
+    """Return penalised logits x of tokens with `count` (see `_count_kernel`), num_drafted times on the node's path."""
     num_emitted = (count & (_PROMPT - 1)) + num_drafted
     x = tl.where((count != 0) | (num_drafted > 0), tl.where(x < 0, x * repetition, x / repetition), x)
     return x - frequency * num_emitted - tl.where(num_emitted > 0, presence, 0.0)
@@ -211,7 +211,7 @@ def _ngram_kernel(
     if size == 0:
         return
     own, context = out + at * vocab, tl.load(num_context + request)
-    end = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # where an old n-gram may end
+    end = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # where an earlier n-gram may end
     own_history = history + row * width
     is_old = (end >= size - 1) & (end < context) & (end < width)
     for back in range(0, size - 1):
@@ -241,8 +241,9 @@ def process(
     num_context: torch.Tensor,
     state: Any,
 ) -> torch.Tensor:
-    """logits [bs, D, V] (last dim dense), a tree's fields [bs, D] int64 (bits [bs, D, W]), rows and num_context [bs]
-    int64: [bs, D, V] float32. state: a `specdec.core.functional.processors.ProcessorState`."""
+    """Return processed logits [bs, D, V] float32, of logits [bs, D, V] (last dim dense), a tree's fields [bs, D] int64
+    (bits [bs, D, W]), rows and num_context [bs] int64. state: a
+    `specdec.core.functional.processors.ProcessorState`."""
     (bs, num_nodes, vocab), device = logits.shape, logits.device
     flat = logits.reshape(bs * num_nodes, vocab)
     assert flat.stride(1) == 1, "logits need a dense last dim"

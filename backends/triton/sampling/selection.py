@@ -1,8 +1,9 @@
 """Radix selection without a sort: the k-th best logit of each row, and the edge of top-p.
 
-A row is split over programs. A launch sums each split's tokens, or their masses, by the next 4 bits of an integer that
-orders as logits do; the next launch adds up the splits and picks the digit. Sums are integers, so that they depend
-neither on the order of addition nor on the splits. A row that needs no more digits costs its programs a few loads.
+A row is split over programs. A launch builds each split's histogram of tokens, or of their masses, over the next 4 bits
+of an order-preserving integer of the logits; the next launch adds up the splits and picks the digit. Sums are integers,
+so that they depend neither on the order of addition nor on the splits. A row that needs no more digits costs its
+programs a few loads.
 
 4 bits: a launch and the latency of its loads cost about 2 us, 16 sums over 2048 tokens about 1 us of a program's time;
 5 bits would save one pass of four or two of eight and double the sums.
@@ -20,15 +21,15 @@ BITS = tl.constexpr(4)  # of a digit
 BINS = tl.constexpr(16)
 ONE = tl.constexpr(float(1 << 40))  # the mass of the best token; 2**22 of them fit into int64
 FIELDS = tl.constexpr(8)  # int64 of a row's state: found, above, need, is_done, least
-SIZES = ["num_positions", "num_splits", "span", "stride"]  # arguments that have no variants
-INPUTS = ["logits", "temperatures", "top_ks", "top_ps", "min_ps"]  # views that may lie at any address
-# Low bits that an order key need not have, by the type of a logit: bf16 and fp16 keep theirs as fp32.
+SIZES = ["num_positions", "num_splits", "span", "stride"]  # arguments that kernels do not specialise on
+INPUTS = ["logits", "temperatures", "top_ks", "top_ps", "min_ps"]  # views of any alignment
+# Low bits that order keys can drop, by the dtype of logits: they are 0 in bf16 and fp16 values as fp32.
 SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 12}
 
 
 @triton.jit
 def key_of(x, SHIFT: tl.constexpr):
-    """An int64 from 0 on that orders fp32 values as they are; -0.0 equals 0.0."""
+    """Return a nonnegative int64 that orders like the fp32 values; -0.0 equals 0.0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) + 2147483648) >> SHIFT
@@ -36,19 +37,19 @@ def key_of(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def load_logits(row, v, V: tl.constexpr):
-    """Logits at tokens v as fp32, -inf past the vocabulary."""
+    """Load the logits of tokens v as fp32, -inf past the vocabulary."""
     return tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def share_of(x, best, scale):
-    """The weight of logits relative to that of the best one, 0..1."""
+    """Return the weight of logits relative to the best one's, 0..1."""
     return tl.exp((x - best) * scale)
 
 
 @triton.jit
 def share_of_key(key, best, scale, SHIFT: tl.constexpr):
-    """The weight of the logit that has this key, 0 if it is no number."""
+    """Return the weight of the logit with this key, 0 for NaN."""
     ordered = ((key << SHIFT) - 2147483648).to(tl.int32)
     bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered) & (-1 << SHIFT)
     x = bits.to(tl.float32, bitcast=True)
@@ -57,17 +58,17 @@ def share_of_key(key, best, scale, SHIFT: tl.constexpr):
 
 @triton.jit
 def load_best(maxima, row, num_splits, SPLITS: tl.constexpr):
-    """The `order_key` of a row's best token, from those of its splits."""
+    """Return the `order_key` of a row's best token, from those of its splits."""
     s = tl.arange(0, SPLITS)
     return tl.max(tl.load(maxima + row * num_splits + s, mask=s < num_splits, other=-(1 << 63)))
 
 
 @triton.jit
 def pick(state, bins, row, num_splits, highest, rest, shift, SPLITS: tl.constexpr, IS_MASS: tl.constexpr):
-    """Fix the digit at bit `shift`: the largest from which on tokens sum up to `need`, at most that of `highest`.
+    """Fix the digit at bit `shift`: the largest for which tokens from it upwards sum to `need`, at most `highest`'s.
 
-    rest: 1 - top_p; the first pass over masses learns from it what is needed. Returns the key found so far, the sum
-    above its digit, need, what the sum from it on exceeds need by, and the sum of its digit; all int64.
+    rest: 1 - top_p, from which the first pass over masses computes `need`. Returns the key found so far, the sum above
+    its digit, need, the excess over need of the sum from the digit upwards, and the digit's own sum; all int64.
     """
     s, b = tl.arange(0, SPLITS), tl.arange(0, BINS)
     at = (row * num_splits + s[:, None]) * BINS + b[None, :]
@@ -108,10 +109,10 @@ def _digit_kernel(
     SHIFT: tl.constexpr,
     IS_MASS: tl.constexpr,
 ):
-    """One pass: pick the digit that the pass before has summed (from states and bins), and sum the next one's.
+    """Run one pass: pick the digit that the previous pass has summed (in states and bins), and sum the next one.
 
-    IS_MASS: of top-p, else of top-k. is_first: 1 if there is no digit to pick, else 0. Top-p's first pass picks top-k's
-    last one.
+    IS_MASS: a pass of top-p, else of top-k. is_first: 1 if there is no digit to pick, else 0. Top-p's first pass picks
+    top-k's last digit.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // num_positions
@@ -143,7 +144,7 @@ def _digit_kernel(
             smallest = tl.full([], 1, tl.int64)
             if IS_MASS:
                 smallest = (share_of_key(found, best, scale, SHIFT) * ONE).to(tl.int64)
-            is_done = (excess < smallest).to(tl.int64)  # no token from `found` on can be spared: all of them stay
+            is_done = (excess < smallest).to(tl.int64)  # every token from `found` upwards is needed, so all are kept
     if split == 0:
         new = new_states + row * FIELDS
         tl.store(new, found)
@@ -176,7 +177,8 @@ def _store_sums(
     SHIFT: tl.constexpr,
     IS_MASS: tl.constexpr,
 ):
-    """Store sums by digit at bit `shift`, [BINS] int64, of the split's tokens with the digits of `found` above it."""
+    """Store sums by digit at bit `shift`, [BINS] int64, of the split's tokens whose higher digits are those of `found`.
+    """
     digits = tl.arange(0, BINS)
     tokens = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     sums = tl.zeros([BINS, LANES], tl.int64 if IS_MASS else tl.int32)
@@ -203,9 +205,9 @@ def _store_sums(
 def select(
     logits: torch.Tensor, maxima: torch.Tensor, sampling: Any, num_positions: int, shape: dict[str, int], span: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the key that top-k ends at and the digits of the edge of top-p but the last, of all rows of logits [n, V].
+    """Find, for all rows of logits [n, V], the smallest key of top-k and all but the last digit of top-p's edge.
 
-    maxima: [n, splits] int64, see `load_best`. Returns the states and the sums that `pick` makes the edge of; field 4
+    maxima: [n, splits] int64, see `load_best`. Returns the states and sums from which `pick` computes the edge; field 4
     of a state is the smallest key of top-k.
     """
     num_rows, num_splits = maxima.shape

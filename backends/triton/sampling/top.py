@@ -24,7 +24,7 @@ def _chunk_kernel(logits, keys, maxima, sums, vocab, num_chunks, stride, K: tl.c
     is_token = index < vocab
     x = tl.load(logits + row * stride + index, mask=is_token, other=float("-inf")).to(tl.float32)
     top = tl.max(tl.where(x != x, float("-inf"), x))
-    # A chunk of -inf has no mass; NaN and +inf make the sum NaN, which `_row_kernel` passes on to the row's values.
+    # A chunk of -inf has no mass; NaN and +inf make the sum NaN, which `_row_kernel` propagates to the row's values.
     sum_exp = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - tl.where(top == float("-inf"), 0.0, top))))
     at = row * num_chunks + chunk
     tl.store(maxima + at, top)

@@ -14,13 +14,13 @@ _MIX_B = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
 @triton.jit
 def _shift_right(x, BITS: tl.constexpr):
-    """Logical right shift: `>>` on int64 copies the sign bit in, the mask clears it again."""
+    """Shift right logically: `>>` on int64 copies the sign bit, which the mask clears."""
     return (x >> BITS) & ((1 << (64 - BITS)) - 1)
 
 
 @triton.jit
 def _mix(x):
-    """splitmix64's finaliser; products wrap."""
+    """Apply splitmix64's finaliser; products wrap."""
     x = (x ^ _shift_right(x, 30)) * _MIX_A
     x = (x ^ _shift_right(x, 27)) * _MIX_B
     return x ^ _shift_right(x, 31)
