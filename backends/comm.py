@@ -172,7 +172,7 @@ class _SharedMemory:
         return shared.clone()
 
     def play_the_others(self) -> None:
-        """Free kernels that wait for other ranks, once, by writing the others' flags: copies, as no kernel can load now.
+        """Free kernels that wait for other ranks, once, by setting their flags; by copies, as no kernel can load now.
 
         Torch's kernels wait until a flag that they set on another rank is cleared, and clear one that another rank sets
         here; ours wait until the other ranks have sent as many parts as this one.

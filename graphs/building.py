@@ -76,7 +76,7 @@ def rehearse(
         sizes = {min(size - 1, ALIKE_FROM).bit_length(): size for size in runner.buckets}  # the last one stays
         keys = [key for key in runner.keys if key.size in sizes.values()]
         jobs += [(runner, key) for key in keys if key.variant in runner.rehearsed or key.size == runner.buckets[-1]]
-    jobs.sort(key=lambda job: job[1].size < job[0].buckets[-1])  # the largest first
+    jobs.sort(key=lambda job: job[1].size < job[0].buckets[-1])  # the largest sizes first
     with within as num_compiled, suppress(Exception):
         prepare()
         for runner, key in jobs:

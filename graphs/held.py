@@ -14,8 +14,8 @@ DEPTH = 3  # of containers within attributes
 
 
 class Held:
-    """A snapshot of the dictionaries of `owners`, modules and configs: every value of a config, and of modules those
-    that may affect a forward. neutral: names of attributes that do not."""
+    """A snapshot of the dictionaries of `owners`, modules and configs: every value of a config, and those values of
+    modules that may affect a forward. neutral: names of attributes that do not."""
 
     def __init__(self, owners: Sequence[Any], neutral: Collection[str]):
         modules = [vars(owner) for owner in owners if isinstance(owner, nn.Module)]
@@ -31,7 +31,7 @@ class Held:
         self._settings = [copied(owned) for owned in self._configs]
 
     def is_same(self) -> bool:
-        """Return whether all values are unchanged, and no module has got a forward of its own."""
+        """Return whether all values are unchanged, and no module has got an instance `forward`."""
         if any(self._empty) or any(map(operator.contains, self._plain, repeat("forward"))):
             return False
         try:

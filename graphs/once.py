@@ -14,7 +14,7 @@ _thread = _Thread()
 
 @contextmanager
 def equal_parts_once() -> Iterator[None]:
-    """Return a context in which, in this thread, traced callables run each distinct piece once; results are void."""
+    """Return a context in which, in this thread, traced callables run each distinct piece once; results are invalid."""
     _thread.is_once, before = True, _thread.is_once
     try:
         yield

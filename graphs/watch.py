@@ -68,7 +68,7 @@ class Watch:
         self._roots, self._free, self._beside = dict(roots), free, list(tensors)
         self._neutral, self._passive = frozenset(neutral), frozenset(passive)
         self._stepped: set[int] = set()  # addresses of storages: fused optimizers count no versions
-        self._pending: set[int] = set()  # those of them that a look has seen
+        self._pending: set[int] = set()  # those of them that `changes` has seen
         hook = register_optimizer_step_post_hook(partial(_note_step, self._stepped))
         self.close = weakref.finalize(self, hook.remove)
         self._walk()
@@ -131,7 +131,7 @@ class Watch:
         return Held([owner for _, owner in self._owners], self._neutral)
 
     def _is_same(self) -> bool:
-        """Return whether every dictionary holds what it held, as far as that may count."""
+        """Return whether every dictionary has its old values, as far as they count."""
         is_same = all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values))
         return is_same and self._held.is_same()
 
@@ -230,14 +230,14 @@ def _has_version(tensor: torch.Tensor) -> bool:
 
 
 def _note_step(stepped: set[int], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Note which memory an optimizer has written: a hook after its steps."""
+    """Record which memory an optimizer has written; a hook after its steps."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     stepped.update(map(_address, parameters))
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where the memory of `tensor` begins, or that of a DTensor's own part; of other tensors that wrap some and
-    have no memory, as torchao's do, their id."""
+    """Return the address of the storage of `tensor`, or of a DTensor's local part; the id of other tensor subclasses
+    without storage, such as torchao's."""
     own = getattr(tensor, "_local_tensor", tensor)
     try:
         return own.untyped_storage().data_ptr()
@@ -246,8 +246,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_as_it_was(before: Any, after: Any) -> bool:
-    """Return whether an attribute has its value still. Keys may be added, and tensors that are no parameters or buffers
-    do not count: forwards leave results there."""
+    """Return whether an attribute still has its value. Keys may be added, and tensors other than parameters and buffers
+    do not count: forwards store results there."""
     if before is after or isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         return True
     if isinstance(before, dict) and isinstance(after, dict):

@@ -238,7 +238,7 @@ _launch = CachedLaunch(_tables_kernel)
 
 
 class Tables(NamedTuple):
-    """workspace [bytes] uint8, see `TableLayout`; kv_indptr [bs + 1] and last_page_len [bs] int32, pages of one slot."""
+    """workspace [bytes] uint8, see `TableLayout`; kv_indptr [bs + 1], last_page_len [bs] int32, for pages of a slot."""
 
     workspace: torch.Tensor
     kv_indptr: torch.Tensor

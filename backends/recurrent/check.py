@@ -84,7 +84,7 @@ def _answers(
         note_state(f"{op}_{what}")
         lens = [old + new for old, new in zip(lens, q_lens, strict=True)]
     half = (num_nodes + 1) // 2
-    for first, end in ((0, half), (min(half, num_nodes - 1), num_nodes)):  # the second may be a single node that ran before
+    for first, end in ((0, half), (min(half, num_nodes - 1), num_nodes)):  # one node runs twice
         bits = None if tree.bits is None else tree.bits[first:end].expand(2, -1, -1)
         nodes = uniform(ForwardMode.TARGET_VERIFY, q_len=end - first, first_node=first, ancestor_bits=bits)
         run(f"tail of nodes {first} to {end - 1}", nodes)

@@ -13,7 +13,7 @@ def from_start(state: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
 
 
 def _convolve(windows: torch.Tensor, inputs: ConvInputs) -> torch.Tensor:
-    """Windows [..., kernel, C]."""
+    """Convolve windows [..., kernel, C] to [..., C]."""
     x, weight, bias, is_silu = inputs
     y = (windows.float() * weight.float().T).sum(-2)
     y = (y if bias is None else y + bias.float()).to(x.dtype)
@@ -21,7 +21,7 @@ def _convolve(windows: torch.Tensor, inputs: ConvInputs) -> torch.Tensor:
 
 
 def conv_tail(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `StatePool.conv`: x is stored in the tails, and windows reach along paths into the state."""
+    """See `StatePool.conv`: store x in the tails; windows follow paths up into the state."""
     m, kernel, x = metadata, layer.spec.kernel, inputs.x
     requests = torch.arange(m.num_reqs, device=x.device)
     nodes = torch.arange(m.tail_len - m.q_len, m.tail_len, device=x.device)
@@ -39,20 +39,20 @@ def conv_tail(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata)
 
 
 def conv_step(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `StatePool.conv`: a tail of one node, which is folded at once."""
+    """See `StatePool.conv`: run a tail of one node, and fold it at once."""
     out = conv_tail(inputs, layer, metadata)
     fold_conv(layer, metadata.rows, metadata.prefix_lens, torch.zeros_like(metadata.rows).unsqueeze(1))
     return out
 
 
 def conv_extend(inputs: ConvInputs, layer: ConvLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `StatePool.conv`: windows reach back into the row's state, which then holds the last inputs."""
+    """See `StatePool.conv`: windows reach back into the row's state; store the last inputs as the new state."""
     m, kept, x = metadata, layer.spec.kernel - 1, inputs.x
     state = from_start(layer.state[m.rows], m.prefix_lens)
     begin, end = m.qo_indptr[:-1].long(), m.qo_indptr[1:].long()
 
     def inputs_at(request: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """Inputs at places of the packed x; those before the request's begin are in the state."""
+        """Return inputs at places of the packed x; those before the request's first token are in the state."""
         before = place - begin[request]
         old = state[request, (before + kept).clamp(0, kept - 1)]
         return torch.where((before >= 0).unsqueeze(-1), x[place.clamp(0, x.shape[0] - 1)].to(old.dtype), old)

@@ -1,4 +1,4 @@
-"""Groups of modules that are equal by what can be seen of them: classes, plain attributes, shapes of weights."""
+"""Groups modules that are equal in classes, plain attributes and shapes of weights."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def alike(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _facts(layer: nn.Module) -> dict[str, Any]:
-    """Return what is to be equal, by name: attributes of all modules within, shapes of all tensors."""
+    """Return the facts that are compared, by name: attributes of all modules within, shapes of all tensors."""
     facts: dict[str, Any] = {}
     for path, module in layer.named_modules(remove_duplicate=False):
         facts[f"{path}:"] = type(module)
@@ -42,7 +42,7 @@ def _facts(layer: nn.Module) -> dict[str, Any]:
 
 
 def _fact(value: Any) -> Any:
-    """Return what tells `value` from others: itself if it is plain, functions by their code, else its id."""
+    """Return a key that identifies `value`: itself if it is plain, functions by their code, else its id."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, MethodType):
@@ -59,13 +59,13 @@ def _fact(value: Any) -> Any:
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name, each name of one that has several."""
+    """Return parameters and buffers by name; a shared one under each of its names."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return parameters | dict(module.named_buffers(remove_duplicate=False))
 
 
 def seen(value: Any) -> Any:
-    """Return a tensor's shape, dtype, device and strides; anything else as it is."""
+    """Return a tensor's shape, dtype, device and strides; any other value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return tuple(value.shape), value.dtype, value.device, value.stride()

@@ -1,8 +1,8 @@
-"""The folder in which Inductor's code is kept between processes, by versions and device.
+"""The cache folder of Inductor's compiled code, by versions and device.
 
-Inductor's own caches do the keeping: they find a piece by its graph, its constants, sizes and settings, check what its
-code took for granted of the number of tokens, write atomically, and compile again what they cannot read. The folder
-holds code that will be run: one that other users own or may write to is not used.
+Inductor's own caches manage it: they find a piece by its graph, constants, sizes and settings, check its guards on the
+number of tokens, write atomically, and recompile entries that they cannot read. The folder holds code that is executed:
+one that other users own or can write to is not used.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 FOLDER = "inductor"
-NOWHERE = Path("/dev/null")  # a folder that cannot be made
+NOWHERE = Path("/dev/null")  # a folder that cannot be created
 
 
 class Kept(NamedTuple):
@@ -47,7 +47,7 @@ def root() -> Path:
 
 
 def folder(device: torch.device) -> Path:
-    """Return where pieces compiled for `device` are kept; no two environments that differ in code share one."""
+    """Return the folder of pieces compiled for `device`; environments whose code differs have different folders."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -58,17 +58,17 @@ def folder(device: torch.device) -> Path:
 
 
 def has_pieces(device: torch.device) -> bool:
-    """Return whether any piece is kept for `device`."""
+    """Return whether any piece is cached for `device`."""
     return any(folder(device).glob("fxgraph/*/*"))
 
 
 @contextmanager
 def keeping(where: Path) -> Iterator[None]:
-    """Within it, what Inductor compiles is looked up in `where` and kept there; one thread at a time, since torch
-    reads the folder's name from the environment.
+    """Make `where` Inductor's cache folder within the `with` block; for one thread at a time, since torch reads the
+    folder's name from the environment.
 
-    Warns if `where` cannot be written to, or if others could write there what we would run; then it is compiled anew,
-    in a folder that goes with the process.
+    Warns if `where` cannot be written to, or if other users could write code there that we would run; then a temporary
+    folder is used, which is deleted with the process.
     """
     from torch._dynamo.convert_frame import compile_lock  # slow to import
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
@@ -86,7 +86,8 @@ def keeping(where: Path) -> Iterator[None]:
 
 
 def _why_unusable(where: Path) -> str:
-    """Make the folder `where`, for us alone; return why it cannot be used: who may write there can have us run code."""
+    """Create the folder `where`, private to the user; return why it cannot be used, "" if it can. Whoever can write
+    there could make us run code."""
     if NOWHERE in where.parents:
         return "there is no home folder to keep them in"
     base = where.parents[where.parts[::-1].index(FOLDER)] if FOLDER in where.parts else where
@@ -107,11 +108,11 @@ def _why_unusable(where: Path) -> str:
 
 @contextmanager
 def renewing(where: Path) -> Iterator[Path]:
-    """Yield an empty folder, which then replaces `where` if it can, unless an error is raised within."""
+    """Yield an empty folder, which then replaces `where` if possible, unless an error is raised within."""
     fresh = mkdtemp(prefix=".renewed-", dir=where.parent if os.access(where.parent, os.W_OK) else None)
     try:
         yield Path(fresh)
-        with suppress(OSError):  # the next process compiles what could not be kept
+        with suppress(OSError):  # the next process compiles again
             shutil.rmtree(where)
             os.rename(fresh, where)
     finally:
@@ -119,14 +120,14 @@ def renewing(where: Path) -> Iterator[Path]:
 
 
 def num_found() -> int:
-    """Return how many pieces this process has found in Inductor's caches so far, wherever those are."""
+    """Return how many pieces this process has found in Inductor's caches so far, in any folder."""
     from torch._dynamo.utils import counters  # slow to import
 
     return counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
 
 
 def kept() -> list[Kept]:
-    """Return what is kept, by environment; an unreadable folder counts as empty."""
+    """Return the cached contents by environment; an unreadable folder counts as empty."""
     found = []
     for path in sorted(p for p in (root() / FOLDER).glob("*") if p.is_dir()):
         files = [file for file in path.rglob("*") if file.is_file()]
@@ -138,7 +139,7 @@ def kept() -> list[Kept]:
 
 
 def clear() -> int:
-    """Delete what is kept for all environments, and return its bytes. OSError for what cannot be deleted."""
+    """Delete the caches of all environments, and return their bytes. OSError for files that cannot be deleted."""
     num_bytes = sum(k.num_bytes for k in kept())
     if (root() / FOLDER).exists():
         shutil.rmtree(root() / FOLDER)
@@ -146,15 +147,15 @@ def clear() -> int:
 
 
 def _hardware(device: torch.device) -> str:
-    """Name what code for `device` depends on."""
+    """Return a name of the hardware that code for `device` depends on."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}_sm{major}{minor}_{torch.version.cuda or torch.version.hip}"
-    return f"{platform.machine()}_{_cpu()}"  # Inductor's C++ is compiled for this very processor
+    return f"{platform.machine()}_{_cpu()}"  # Inductor's C++ is compiled for this exact processor
 
 
 def _cpu() -> str:
-    """Return a short hash of what the processor can do."""
+    """Return a short hash of the processor's model and features."""
     lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines() if os.path.exists("/proc/cpuinfo") else []
     found = {line for line in lines if line.lower().startswith(("flags", "features", "model name"))}
     return sha256("\n".join(sorted(found) or [platform.processor()]).encode()).hexdigest()[:8]

@@ -1,8 +1,9 @@
-"""Equal layers are walked once: one call of the first and of the last of a kind, their weights as arguments.
+"""Traces equal layers once: one call of the first and of the last layer of a kind, with their weights as arguments.
 
-Within the walk of the whole, an op stands for each of them; afterwards the layer's graph is written out in its place.
-So what follows sees one flat graph, and products and norms fuse across layers. Layers are of one kind if their classes,
-plain attributes, weights' shapes and arguments agree, and the two walks, of two numbers of tokens, give one graph.
+While the whole model is traced, an op stands for each of these layers; afterwards the layer's graph is inlined in its
+place. So later steps see one flat graph, and products and norms fuse across layers. Layers are of one kind if their
+classes, plain attributes, weights' shapes and arguments agree, and both traces, at two numbers of tokens, have one
+graph.
 """
 
 from collections import defaultdict
@@ -24,7 +25,7 @@ from specdec.graphs.compile.pieces import Noting, check_guards, fingerprint, is_
 from specdec.graphs.compile.record import Fakes
 from specdec.graphs.compile.walk import Walked, walk
 
-FEWEST = 3  # layers of a kind: two of them are walked
+FEWEST = 3  # layers of a kind, of which two are traced
 
 
 class Call(NamedTuple):
@@ -37,8 +38,9 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """The graph of a layer, and what its placeholders stand for: ("input", i), ("own", name), ("other", id), ("size",
-    0); others: the tensors of those ids, which all layers of the kind read; mode: of its nodes' example values."""
+    """The graph of a layer, and the meaning of its placeholders, operands: ("input", i), ("own", name), ("other", id),
+    ("size", 0). others: the tensors of those ids, which all layers of the kind read; mode: of its nodes' example
+    values."""
 
     graph: fx.GraphModule
     operands: list[tuple[str, Any]]
@@ -46,7 +48,7 @@ class Kind:
     mode: FakeTensorMode
 
 
-# It stands for a layer in the walk of the whole, and is never run.
+# It stands for a layer while the whole model is traced, and is never run.
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 _LIBRARY.define("layer(Tensor hidden, Tensor[] others, int number) -> Tensor")
 
@@ -57,17 +59,17 @@ def _like(hidden: torch.Tensor, others: list[torch.Tensor], number: int) -> torc
 
 
 class Layers:
-    """Layers of a callable: `groups` of them are equal by what can be seen (`alike`). Run it at two numbers of tokens
-    within `recording` before it is walked."""
+    """Layers of a callable; groups: of equal ones, from `alike`. Run the callable at two numbers of tokens within
+    `recording` before it is traced."""
 
     def __init__(self, groups: Sequence[Sequence[nn.Module]]):
         self._groups = [group for group in groups if len(group) >= FEWEST]
         self._calls: dict[nn.Module, list[Call]] = defaultdict(list)
-        self.standing: list[tuple[nn.Module, Kind]] = []  # by their numbers, once they were walked
+        self.standing: list[tuple[nn.Module, Kind]] = []  # by their numbers, once they are traced
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note the arguments of every layer, at the first two numbers of tokens."""
+        """Record the arguments of every layer, at the first two numbers of tokens."""
 
         def recorder(layer: nn.Module) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +87,7 @@ class Layers:
 
     @contextmanager
     def standing_in(self, fakes: Fakes, sizes: tuple[int, int]) -> Iterator[None]:
-        """Walk the layers, see `walk`, and let `specdec::layer` stand for them within the context."""
+        """Trace the layers, see `walk`, and replace them by calls of `specdec::layer` within the context."""
         kinds: dict[nn.Module, Kind] = {}
         for layers in self._by_arguments():
             kind = self._kind(layers[0], layers[-1], fakes, sizes)
@@ -95,7 +97,7 @@ class Layers:
             yield
 
     def _by_arguments(self) -> list[list[nn.Module]]:
-        """Return the groups, those apart that were called in another way; without what is called in none of ours."""
+        """Return the groups, divided by the arguments of their calls; without layers whose calls are not supported."""
         alike: dict[Any, list[nn.Module]] = defaultdict(list)
         for number, group in enumerate(self._groups):
             for layer in group:
@@ -105,17 +107,17 @@ class Layers:
         return [layers for layers in alike.values() if len(layers) >= FEWEST]
 
     def _kind(self, first: nn.Module, last: nn.Module, fakes: Fakes, sizes: tuple[int, int]) -> Kind | None:
-        """Return the kind of both, None if their graphs differ or cannot be made."""
+        """Return the kind of both layers, None if their graphs differ or cannot be traced."""
         try:
             a, b = (_walk_layer(layer, self._calls[layer], i, fakes, sizes) for i, layer in enumerate((first, last)))
-        except GraphError:  # the walk of the whole meets it, and says where
+        except GraphError:  # tracing the whole model raises it again, with its place
             return None
         is_one = a.operands == b.operands and fingerprint(a.graph, False) == fingerprint(b.graph, False)
         return a if is_one else None
 
 
 def _places(values: Sequence[Any]) -> list[tuple[int, int | None]]:
-    """Return where tensors are: the number of an argument, and that in it of one that is a tuple or a list."""
+    """Return the places of tensors: the index of the argument, and the index within it if it is a tuple or list."""
     places: list[tuple[int, int | None]] = []
     for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):
@@ -126,7 +128,7 @@ def _places(values: Sequence[Any]) -> list[tuple[int, int | None]]:
 
 
 def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among arguments, and in tuples and lists of them."""
+    """Return the tensors among arguments, also in tuples and lists."""
     values = (*args, *kwargs.values())
     return [values[i] if j is None else values[i][j] for i, j in _places(values)]
 
@@ -160,12 +162,12 @@ def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 def _stand_in(number: int, call: Call) -> Callable[..., Any]:
-    """Return the forward of layer `number`, which takes and returns what is like that of `call`."""
+    """Return a forward that stands for layer `number`, with arguments and results like those of `call`."""
     num_none = len(call.out) - 1 if isinstance(call.out, tuple) else -1
     places = _places((*call.args, *call.kwargs.values()))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())  # it is walked, too: nothing is looked for
+        values = (*args, *kwargs.values())  # it is traced, too, so places are found beforehand
         hidden, *others = [values[i] if j is None else values[i][j] for i, j in places]
         result = torch.ops.specdec.layer.default(hidden, others, number)
         return result if num_none < 0 else (result, *[None] * num_none)
@@ -174,7 +176,7 @@ def _stand_in(number: int, call: Call) -> Callable[..., Any]:
 
 
 def _walk_layer(layer: nn.Module, calls: Sequence[Call], which: int, fakes: Fakes, sizes: tuple[int, int]) -> Kind:
-    """Walk one call of `layer`; dimensions that differ between `calls` are T. The second one follows the first."""
+    """Trace one call of `layer`; dimensions that differ between `calls` are T. which: 1 follows the recording of 0."""
     args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, calls[which][:2])
     leaves = _leaves(args, kwargs)
     pairs = zip(*map(_shapes, calls), strict=True)
@@ -199,7 +201,7 @@ def _walk_layer(layer: nn.Module, calls: Sequence[Call], which: int, fakes: Fake
 
 
 def write_out(walked: Walked, layers: Layers, sizes: tuple[int, int]) -> Walked:
-    """Put the graphs of layers where ops stand for them, in place; their tensors become arguments."""
+    """Inline the graphs of layers in place of the ops that stand for them; their tensors become arguments."""
     graph, args, mode = walked
     writing = _Writing(graph, args, mode)
     with (
@@ -217,7 +219,7 @@ def write_out(walked: Walked, layers: Layers, sizes: tuple[int, int]) -> Walked:
 
 
 class _Writing:
-    """A graph, and its arguments, that layers are written into."""
+    """A graph, with its arguments, into which layers are inlined."""
 
     def __init__(self, graph: fx.GraphModule, args: list[Any], mode: Any):
         self._graph, self._args, self._mode = graph, args, mode
@@ -262,7 +264,7 @@ class _Writing:
         return self._places[id(tensor)]
 
     def _copy(self, kind: Kind, operands: Sequence[Any]) -> Any:
-        """Copy the nodes of `kind` to where nodes are being inserted; return its result."""
+        """Copy the nodes of `kind` to the insertion point; return its result."""
         given, copies = iter(operands), {}
         for node in kind.graph.graph.nodes:
             if node.op == "placeholder":
@@ -283,7 +285,7 @@ def _calls(graph: fx.GraphModule, op: Any) -> list[fx.Node]:
 
 
 def number(graph: fx.GraphModule, op: Any, numbers: Sequence[int]) -> None:
-    """Give the calls of `op` in `graph`, in their order, `numbers` as the argument 3.
+    """Set argument 3 of the calls of `op` in `graph` to `numbers`, in order.
 
     GraphError if there are more or fewer calls.
     """

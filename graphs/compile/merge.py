@@ -2,7 +2,7 @@
 shared expert and its gate.
 
 Small batches are bound by launches and by how well one product fills the GPU. The joined weight replaces its parts,
-which become views of it, so nothing is stored twice; `part` gives every weight its own storage again.
+which become views of it, so no weight is stored twice; `part` gives every weight its own storage again.
 """
 
 import operator
@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-ALIGNMENT = 16  # bytes, of the features of a joined product: for others, cuBLAS has slow kernels only
+ALIGNMENT = 16  # bytes, of the features of a joined product: cuBLAS has only slow kernels for others
 
 
 def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]]:
     """Rewrite `graph` in place; return groups of argument positions: the weights, or the biases, of one joined product.
 
-    reals: its arguments; the joined tensor is to replace the one at the first position of a group. Joined are linear
-    products of one input whose weights and biases are arguments of the graph, each used once and sharing its storage
-    with no other tensor.
+    reals: its arguments; the joined tensor must replace the one at the first position of a group. Products are joined
+    if they have one input, and weights and biases that are arguments of the graph, each used once and sharing its
+    storage with no other tensor.
     """
     places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     own = places_with_own_storage(reals)
@@ -46,20 +46,20 @@ def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]
 
 
 def join(members: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `members`, weights or biases, one after another, and zeros up to a multiple of ALIGNMENT of features."""
+    """Return `members`, weights or biases, concatenated, with zeros up to a multiple of ALIGNMENT of features."""
     joined = torch.cat([m.detach() for m in members])
     rest = _unaligned(joined.shape[0], joined)
     return torch.cat([joined, joined.new_zeros(rest, *joined.shape[1:])]) if rest else joined
 
 
 def _unaligned(num_features: int, weight: torch.Tensor) -> int:
-    """Return how many more features of the dtype of `weight` a multiple of ALIGNMENT takes."""
+    """Return how many features of the dtype of `weight` are missing to a multiple of ALIGNMENT."""
     return -num_features % (ALIGNMENT // weight.element_size())
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """Return the tensor that `node` is a view of, of the same shape and dtype, or a cast to its own dtype: products of
-    both are of one input."""
+    """Return the tensor of which `node` is a view of the same shape and dtype, or a cast to its own dtype: products of
+    both have one input."""
     while node.op == "call_method" and node.target in ("view", "reshape", "to") and not node.kwargs:
         source = node.args[0]
         if not isinstance(source, fx.Node) or _kind(source) != _kind(node):
@@ -108,7 +108,7 @@ def _mutates(node: fx.Node) -> bool:
 def _join_products(graph: fx.GraphModule, products: Sequence[_Product]) -> list[list[int]]:
     """Replace `products` of one input by one product and a split of its output; return the groups of operands.
 
-    Those whose features are no multiple of ALIGNMENT come last: they put what follows them out of alignment.
+    Those whose features are not a multiple of ALIGNMENT come last, since later ones would be unaligned.
     """
     first = products[0].node
     products = sorted(products, key=lambda p: _unaligned(p.weight.shape[0], p.weight) > 0)
@@ -128,7 +128,7 @@ def _join_products(graph: fx.GraphModule, products: Sequence[_Product]) -> list[
 
 
 def divide(graph: fx.Graph, joined: fx.Node, sizes: Sequence[int], nodes: Sequence[fx.Node]) -> None:
-    """Split `joined` by `sizes` along the last dimension, where nodes are being inserted; its parts replace `nodes`."""
+    """Split `joined` by `sizes` along the last dimension, at the insertion point; its parts replace `nodes`."""
     parts = graph.call_function(torch.split, (joined, sizes, -1))
     chosen = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
     for node, part in zip(nodes, chosen, strict=True):
@@ -166,7 +166,7 @@ class MergedWeights:
         """Give every weight its own storage again, one group at a time, and drop the joined tensors.
 
         If it raises, the remaining groups are unchanged, and another call continues with them. It may be called while
-        another callable is traced: an engine that nobody holds any more is collected at any time.
+        another callable is traced: an unreferenced engine can be garbage collected at any time.
         """
         while self._members:
             with _disable_current_modes():  # a trace's fake tensors

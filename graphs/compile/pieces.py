@@ -1,6 +1,6 @@
-"""A traced graph as a chain of pieces, equal ones once, and what compiles them.
+"""Splits a traced graph into a chain of pieces, and compiles each distinct piece once.
 
-Compiling is apart from tracing: the arguments' sizes get a symbol of their own, one for the number of tokens T.
+Compiling is separate from tracing: the arguments' sizes get a new symbol for the number of tokens T.
 """
 
 import warnings
@@ -23,7 +23,7 @@ from specdec.core.errors import GraphError
 from specdec.graphs.compile.kept import has_pieces, num_found
 from specdec.graphs.compile.merge import join
 
-FEW = 4  # kernels of torch's own between ours: a piece with no more runs as it is
+FEW = 4  # kernels of torch's own between ours; a piece with at most as many is not compiled
 VIEWS = {
     *("view", "reshape", "flatten", "unflatten", "transpose", "unsqueeze", "squeeze", "expand", "size"),
     *("split", "chunk", "unbind", "contiguous", "getitem"),
@@ -31,8 +31,8 @@ VIEWS = {
 
 
 class Counts(NamedTuple):
-    """Of a chain: parts between the ops it is cut at, distinct ones of them that are compiled, and those that an
-    earlier compilation had left in Inductor's caches. Parts of our kernels alone are not compiled."""
+    """Counts of a chain: parts between the ops it is cut at, distinct parts that are compiled, and those of them that
+    were found in Inductor's caches. Parts with little besides our kernels are not compiled, see `is_covered`."""
 
     num_pieces: int
     num_compiled: int
@@ -42,7 +42,7 @@ class Counts(NamedTuple):
 def cut(graph: fx.GraphModule, split_at: Sequence[Any]) -> fx.GraphModule:
     """Split `graph` into a chain of submodules; every call of an op of `split_at` is a submodule of its own.
 
-    Needs the nodes' example values; modules that are equal become one.
+    Needs the nodes' example values; equal submodules become one.
     """
     part = 0
     parts: dict[fx.Node, int] = {}
@@ -55,7 +55,7 @@ def cut(graph: fx.GraphModule, split_at: Sequence[Any]) -> fx.GraphModule:
         else:
             parts[node] = part
     _repeat_shapes(graph, parts)
-    with _use_lazy_graph_module(True):  # equal parts are many, and only the first of them needs code
+    with _use_lazy_graph_module(True):  # there are many equal parts, of which only the first needs code
         split = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
     first: dict[tuple[Any, ...], fx.GraphModule] = {}
     for name, module in list(split.named_children()):
@@ -125,8 +125,8 @@ def compile_pieces(
     largest: int,
     progress: Callable[[], None],
 ) -> Counts:
-    """Put the compiled form of every piece in its place in `chain`, a graph of `cut` that takes `args`. See `trace`;
-    GraphError if it is not correct for every T from 2 to `largest`. Whatever else a compiler raises comes through."""
+    """Replace every piece of `chain`, a graph of `cut` that takes `args`, by its compiled form. See `trace`; GraphError
+    if it is not correct for every T from 2 to `largest`. Other errors of the compiler propagate."""
     called = {n.target: getattr(chain, n.target) for n in chain.graph.nodes if n.op == "call_module"}
     pieces = [m for m in called.values() if not any(is_call(node, split_at) for node in m.graph.nodes)]
     is_eager = compiler == "eager"
@@ -143,7 +143,7 @@ def compile_pieces(
 def _fakes(
     mode: FakeTensorMode, args: Sequence[Any], groups: Sequence[Sequence[int]], inputs: Sequence[torch.Tensor]
 ) -> list[Any]:
-    """Return what stands for `args`: every first dimension of an input is the same symbol."""
+    """Return fake tensors for `args`: the first dimension of every input is the same symbol."""
     env, source = mode.shape_env, ConstantSource("T")
     assert env is not None
     num_tokens = inputs[0].shape[0]
@@ -166,7 +166,7 @@ def _fakes(
 
 
 class _Compiling(fx.Interpreter):
-    """Runs a chain on fake tensors, equal parts once, and compiles those of them that are `to_compile`."""
+    """Runs a chain on fake tensors, equal parts once, and compiles the parts in `to_compile`."""
 
     def __init__(self, chain: fx.GraphModule, to_compile: set[fx.GraphModule], progress: Callable[[], None]):
         super().__init__(chain)
@@ -191,7 +191,7 @@ class _Compiling(fx.Interpreter):
             compile_lock,
         ):
             mode = FakeTensorMode(shape_env=ShapeEnv())
-            with tracing(TracingContext(mode)), mode, enable_python_dispatcher():  # which keeps sizes symbolic
+            with tracing(TracingContext(mode)), mode, enable_python_dispatcher():  # the dispatcher keeps sizes symbolic
                 self.run(*_fakes(mode, args, groups, inputs))
         # The compiler guards against one row wherever an op could broadcast it, but its code is correct for one row.
         check_guards(mode.shape_env, 2, largest)
@@ -210,7 +210,7 @@ class _Compiling(fx.Interpreter):
 
 
 class Noting(fx.Interpreter):
-    """Runs a piece and notes every node's value, without which torch does not look it up in its cache."""
+    """Runs a piece and stores every node's example value, without which torch does not look it up in its cache."""
 
     def run_node(self, n: fx.Node) -> Any:
         n.meta["example_value"] = value = super().run_node(n)
@@ -218,7 +218,7 @@ class Noting(fx.Interpreter):
 
 
 def is_covered(module: fx.GraphModule) -> bool:
-    """Return whether `module` has calls of our ops and at most FEW of others that launch a kernel."""
+    """Return whether `module` has calls of our ops and at most FEW of other ops that launch a kernel."""
     others = ours = 0
     for node in module.graph.nodes:
         if node.op == "call_function" and str(node.target).startswith("specdec."):
@@ -237,7 +237,7 @@ def _compile(module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
     from torch._inductor import standalone_compile  # slow to import
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # an advice to round what has to stay exact
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it advises rounding that we must not use
         return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
 
 
@@ -256,7 +256,7 @@ def _start_workers(device: torch.device) -> None:
 
 
 def check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> None:
-    """Raise GraphError if the trace is right for some sizes only: Dynamo would retrace for others, which we bypass."""
+    """Raise GraphError if the trace is right for some sizes only: we bypass Dynamo, which would retrace for others."""
     size = sympy.Symbol("T", integer=True, positive=True)
     seen: set[Any] = {sympy.true}
     for guard in shape_env.guards if shape_env is not None else ():
@@ -270,10 +270,10 @@ def check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> Non
 
 
 def _holds(relation: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
-    """Return whether the relation `relation` holds for every `size` from `smallest` to `largest`."""
+    """Return whether `relation` holds for every `size` from `smallest` to `largest`."""
     sizes: Sequence[Any] = range(smallest, largest + 1)
     difference = (relation.lhs - relation.rhs).as_poly(size) if isinstance(relation, sympy.Rel) else None
-    if difference is not None and difference.degree() == 1:  # the ends decide, and where both sides are equal
+    if difference is not None and difference.degree() == 1:  # the ends decide, and the size where both sides are equal
         slope, offset = difference.all_coeffs()
         sizes = [smallest, largest, *(n for n in [-offset / slope] if n.is_Integer and smallest <= n <= largest)]
     return all(relation.subs(size, n) == True for n in sizes)  # noqa: E712 (sympy)

@@ -1,7 +1,7 @@
-"""Records what a callable does to tensors, as one graph for any number of tokens T: it runs once, on fake tensors.
+"""Records a callable's tensor operations as one graph for any number of tokens T: it runs once, on fake tensors.
 
-Python between two calls of torch runs as it is, and sizes are symbols: what it takes for granted of T leaves a guard,
-and what it would read from a tensor is an error. Much faster than Dynamo, which interprets Python.
+Python between two calls of torch runs natively, and sizes are symbols: assumptions about T leave guards, and reading a
+tensor's values is an error. Much faster than Dynamo, which interprets Python.
 """
 
 import inspect
@@ -37,17 +37,17 @@ WRAPPED: dict[Any, Any] = {torch.Tensor.__pow__: operator.pow, torch.Tensor.__ip
 
 
 class _ShapeEnv(ShapeEnv):
-    """Guards do not name the line that they come from: to find it, torch imports its compilers for half a second."""
+    """A ShapeEnv whose guards do not name their line: to find it, torch imports its compilers, for half a second."""
 
     def _get_user_frame(self) -> FrameType | None:
         return inspect.currentframe()
 
 
 class Fakes:
-    """Fake tensors of walks that belong together, in one `mode`; num_tokens: T in all of them, once one is known.
+    """Fake tensors of related traces, in one `mode`; num_tokens: their common T, once it is known.
 
-    calls: of the last recording, what was called with what, the result, and what keeps alive that it was called with.
-    ops: those whose argument 3 does not tell calls apart.
+    calls: for each call of the last recording its key, its result, and a callable that keeps its arguments alive. ops:
+    those whose argument 3 is ignored when calls are compared.
     """
 
     def __init__(self, ops: Sequence[Any] = ()) -> None:
@@ -69,8 +69,7 @@ def record(
 ) -> tuple[fx.GraphModule, list[Any], FakeTensorMode]:
     """Record fn(*args, **kwargs); see `walk`. GraphError, or whatever torch raises, for what cannot be recorded.
 
-    follows: as long as calls are those of the last recording with `fakes`, they give what they gave there, and T is
-    what it was there.
+    follows: as long as the calls equal those of the last recording with `fakes`, their results and T are reused.
     """
     fakes = fakes or Fakes()
     recorder = _Recorder(fakes, follows)
@@ -83,7 +82,7 @@ def record(
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Give what is within `module` its attributes back; GraphError if a tensor was kept in one."""
+    """Restore the attributes of all modules in `module` afterwards; GraphError if a fake tensor was stored in one."""
     spaces = [space for m in module.modules() for space in (vars(m), m._parameters, m._buffers)]
     before = [dict(space) for space in spaces]
     is_kept = False
@@ -99,7 +98,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes calls of torch as nodes, with example values; tensors that are not fake become arguments."""
+    """Records calls of torch as nodes, with example values; tensors that are not fake become arguments."""
 
     def __init__(self, fakes: Fakes, follows: bool):
         super().__init__()
@@ -108,7 +107,7 @@ class _Recorder(TorchFunctionMode):
         self._graph = fx.Graph()
         self._size = self._last = self._graph.placeholder("num_tokens")
         self._args: dict[fx.Node, Any] = {}
-        self._nodes: dict[int, fx.Node] = {}  # by id of a tensor, which they hold
+        self._nodes: dict[int, fx.Node] = {}  # by id of a tensor, which the node keeps alive
 
     def input(self, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
         """Return the fake of an argument, whose dimensions `dims` are T."""
@@ -129,7 +128,7 @@ class _Recorder(TorchFunctionMode):
         return fake
 
     def _result(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what the followed recording has here, if it is of this key and so were all before; else make it."""
+        """Return the followed recording's result, if its keys have matched up to this one; else make it."""
         known = next(self._followed, None)
         if known is None or known[0] != key:
             self._followed, known = iter(()), (key, make(), make)
@@ -138,7 +137,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._is_any_autocast_enabled():
-            raise GraphError("it runs under autocast")  # which no node would tell
+            raise GraphError("it runs under autocast")  # which nodes do not record
         kwargs = kwargs or {}
         fakes = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         told = (*args[:3], *args[4:]) if func in self._fakes.numbered else args
@@ -154,13 +153,13 @@ class _Recorder(TorchFunctionMode):
         self._graph.output(tuple(dict.fromkeys(self._given(leaf) for leaf in leaves)))
 
     def finish(self) -> tuple[fx.GraphModule, list[Any]]:
-        """Return the graph, and what it is called with."""
+        """Return the graph and its arguments."""
         for node in reversed(self._graph.nodes):
             is_idle = node.op == "placeholder" or node.target in (operator.getitem, operator.add, operator.mul)
             if is_idle and not node.users and node is not self._size:
                 self._graph.erase_node(node)
                 self._args.pop(node, None)
-        with _use_lazy_graph_module(True):  # it will be changed before it needs code
+        with _use_lazy_graph_module(True):  # it is rewritten before it needs code
             graph = _make_graph_module(nn.Module(), self._graph)
         return graph, [self._args[n] for n in self._graph.nodes if n in self._args]
 
@@ -180,7 +179,7 @@ class _Recorder(TorchFunctionMode):
         self._nodes[id(tensor)] = self._nodes[id(fake)] = self._last
 
     def _keep(self, node: fx.Node, out: Any) -> None:
-        """Note `node` as what gives `out`, and its elements."""
+        """Record `node` as the source of `out`, and getitem nodes as those of its elements."""
         node.meta["example_value"] = out
         if isinstance(out, torch.Tensor):
             self._nodes[id(out)] = node
@@ -189,7 +188,7 @@ class _Recorder(TorchFunctionMode):
                 self._keep(self._graph.call_function(operator.getitem, (node, i)), part)
 
     def _given(self, value: Any) -> Any:
-        """Return what stands for an argument in the graph."""
+        """Return the graph's form of an argument: nodes for tensors and symbolic sizes."""
         if isinstance(value, torch.Tensor):
             if id(value) not in self._nodes:
                 raise GraphError("a tensor comes from a call that cannot be recorded")
@@ -201,7 +200,7 @@ class _Recorder(TorchFunctionMode):
         return self._number(value.node.expr) if isinstance(value, torch.SymInt) else value
 
     def _number(self, expression: Any) -> Any:
-        """Return the int or the node that a sum or a product of sizes is."""
+        """Return the int or node of an expression of sizes, a sum or product."""
         if expression.is_Integer:
             return int(expression)
         if expression.is_Symbol:
@@ -213,7 +212,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _key(value: Any) -> Any:
-    """Return what tells an argument from others, for what results depend on: tensors not fake by their description."""
+    """Return a key of an argument, equal if results are: real tensors by their description, fake ones by id."""
     if isinstance(value, torch.SymInt):
         return value.node.expr
     if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
@@ -232,7 +231,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
         if name in OPERATORS and not kwargs:
             return "call_function", OPERATORS[name], tuple(args), kwargs
         return "call_method", name, tuple(args), kwargs
-    if isinstance(func, FunctionType) and kwargs:  # torch's functions in Python tell of all their arguments, by name
+    if isinstance(func, FunctionType) and kwargs:  # torch's Python functions pass all of their arguments, by name
         given, names = dict(kwargs), inspect.signature(func).parameters
         for key, parameter in names.items():
             if key in given and given[key] is parameter.default:

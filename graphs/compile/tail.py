@@ -1,7 +1,7 @@
-"""Lets the last piece of a chain, which follows the last attention, run on chosen rows only.
+"""Runs the last piece of a chain, which follows the last attention, on chosen rows only.
 
-A prefill reads K/V of all tokens, but last hidden states of each prompt's last token only: so in the last layer the
-output product and the MLP, and the final norm, need no other rows. Rows do not interact there.
+A prefill needs K/V of all tokens, but last hidden states only of each prompt's last token: so the last layer's output
+product and MLP, and the final norm, need no other rows. Rows do not interact there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from specdec.graphs.compile.pieces import is_call
 
-WHOLE, UNKNOWN = -1, -2  # of an argument: it has no rows; it has, but not along one dimension
+WHOLE, UNKNOWN = -1, -2  # of an argument: it has no rows; its rows are not along one dimension
 _CHOSEN: ContextVar[tuple[torch.Tensor, int] | None] = ContextVar("specdec_rows", default=None)
 
 
@@ -53,7 +53,7 @@ def hoist_outputs(graph: fx.GraphModule, split_at: Sequence[Any]) -> None:
 
 
 def let_last_run_on_rows(chain: fx.GraphModule, split_at: Sequence[Any]) -> None:
-    """Make the last piece of `chain`, a graph of `compile_pieces`, follow `on_rows`, where its arguments allow it."""
+    """Make the last piece of `chain`, a graph of `compile_pieces`, follow `on_rows`, if its arguments allow it."""
     targets = [str(n.target) for n in chain.graph.nodes if n.op == "call_module"][-2:]
     before, piece = (chain._modules[target] for target in targets) if len(targets) == 2 else (None, None)
     if not isinstance(before, fx.GraphModule) or not isinstance(piece, fx.GraphModule):
@@ -66,7 +66,7 @@ def let_last_run_on_rows(chain: fx.GraphModule, split_at: Sequence[Any]) -> None
 
 
 class _LastPiece:
-    """dims: of each argument the dimension of its rows, or WHOLE."""
+    """A piece that follows `on_rows`. dims: each argument's dimension of rows, or WHOLE."""
 
     def __init__(self, piece: Callable[..., Any], dims: Sequence[int]):
         self._piece, self._dims = piece, dims
@@ -89,7 +89,7 @@ class _LastPiece:
 
 
 def _dim_of_rows(value: Any, is_compiled: bool) -> int:
-    """Return the dimension of rows of an example value; 0 for their number."""
+    """Return the dimension of rows of an example value; 0 if it is the number of rows."""
     if isinstance(value, torch.SymInt):
         return 0 if isinstance(value.node.expr, sympy.Symbol) else UNKNOWN
     if not isinstance(value, torch.Tensor):
@@ -98,5 +98,5 @@ def _dim_of_rows(value: Any, is_compiled: bool) -> int:
     if not sizes:
         return WHOLE
     is_plain = len(sizes) == 1 and all(isinstance(size.node.expr, sympy.Symbol) for size in sizes.values())
-    has_strides = is_compiled and not value.is_contiguous()  # which Inductor's code takes for granted
+    has_strides = is_compiled and not value.is_contiguous()  # Inductor's code assumes them
     return next(iter(sizes)) if is_plain and not has_strides else UNKNOWN

@@ -24,7 +24,7 @@ from specdec.graphs.once import is_once
 
 
 class Traced:
-    """A traced callable of tensors [T, ...] with any T, on the weights it was traced with. See `Counts`."""
+    """A traced callable of tensors [T, ...] for any T, with the weights it was traced with. See `Counts`."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class Traced:
         self._merged.join()
 
     def __call__(self, *inputs: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """rows [n] int64: all that is read of outputs that depend on the last op of `split_at`; others may be zero."""
+        """Run the callable. rows [n] int64: the only rows that are read of outputs that depend on the last op of
+        `split_at`; others may be zero."""
         args, num_tokens = self._args.copy(), inputs[0].shape[0]
         for size in self._sizes:
             args[size] = num_tokens
@@ -62,7 +63,7 @@ class Traced:
 
 
 def _equal_parts_once(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return `graph` with one call of each of its submodules, the first, whose results stand for those of all."""
+    """Return `graph` with only the first call of each of its submodules, whose results replace those of the others."""
     nodes = fx.Graph()
     kept: dict[fx.Node, Any] = {}
     first: dict[int, Any] = {}
@@ -94,19 +95,19 @@ def trace(
     inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic. smallest, largest: the T it will be
     called with. A caller that compares T=1 with `fn` itself passes smallest=2: torch's own ops guard against one row
     where a copy might broadcast, which seldom changes their result. split_at: op overloads to split at.
-    compiler: "inductor", or "eager" to leave the pieces as they are.
+    compiler: "inductor", or "eager" to leave the pieces uncompiled.
     module: see `walk`; by default `fn` itself, if it is one.
-    layers: equal layers within `fn`, which are walked once; where they cannot be, they are walked one by one.
-    numbers: of these ops the argument 3 of their calls, in their order.
-    rewrite: changes the graph of all, with every layer written out and products joined, in place, before it is split.
+    layers: equal layers within `fn`, which are traced once; if that fails, they are traced one by one.
+    numbers: for each of these ops, argument 3 of its calls, in order.
+    rewrite: changes the whole graph, with layers inlined and products joined, in place, before it is split.
     progress: called after every piece.
-    Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
+    Raises GraphError, which names the op, if it cannot be traced as one graph for every T, or cannot be compiled.
     """
     module, sizes = fn if isinstance(fn, nn.Module) else module, (smallest, largest)
 
     def flat(layers: Layers | None) -> tuple[fx.GraphModule, list[Any]]:
-        """Walk through `fn`: one graph of all it does, whose nodes have example values, and what that is called with:
-        the inputs, other tensors, and T where it takes an int."""
+        """Trace `fn`; return one graph, whose nodes have example values, and its arguments: the inputs, other tensors,
+        and T where it takes an int."""
         fakes = Fakes(tuple(numbers))
         with nullcontext() if layers is None else layers.standing_in(fakes, sizes):
             walked = walk(fn, inputs, [(tensor, (0,)) for tensor in inputs], sizes, module=module, fakes=fakes)

@@ -1,6 +1,6 @@
-"""Walks through a callable: one graph, with every tensor that it reads as an argument, for any number of tokens T.
+"""Traces a callable as one graph for any number of tokens T, with every tensor that it reads as an argument.
 
-It is recorded where that can be; else Dynamo walks through its Python. Nothing is computed, compiled, or kept by torch.
+It is recorded (`record`) if possible, else traced by Dynamo. Nothing is computed or compiled, and torch keeps nothing.
 """
 
 import secrets
@@ -21,8 +21,8 @@ from specdec.graphs.compile.record import Fakes, record
 class Walked(NamedTuple):
     """The graph of a callable.
 
-    graph: its nodes have an example value each, of `mode`. args: the tensors that it was walked with, in the order of
-    its placeholders, and T where it takes an int.
+    graph: each node has an example value, of `mode`. args: the tensors that it was traced with, in the order of its
+    placeholders, and T where it takes an int.
     """
 
     graph: fx.GraphModule
@@ -31,7 +31,7 @@ class Walked(NamedTuple):
 
 
 class _Found(BaseException):
-    """Carries what was walked out of the backend, so that neither torch's caches nor its guards hold it."""
+    """Carries the trace out of the backend, so that neither torch's caches nor its guards hold it."""
 
     def __init__(self, walked: Walked):
         self.walked = walked
@@ -47,10 +47,10 @@ def walk(
     fakes: Fakes | None = None,
     follows: bool = False,
 ) -> Walked:
-    """Walk through fn(*args, **kwargs), where `dynamic` dimensions of tensors are T; GraphError if that is not one
-    graph, or not one for every T from sizes[0] to sizes[1].
+    """Trace fn(*args, **kwargs), where `dynamic` dimensions of tensors are T; GraphError if it is not one graph for
+    every T from sizes[0] to sizes[1].
 
-    module: has all modules that `fn` runs, which keep nothing of that; without it Dynamo walks. fakes, follows: see
+    module: contains all modules that `fn` runs, which must not store tensors; None: Dynamo traces. fakes, follows: see
     `record`.
     """
     if module is not None:
@@ -68,7 +68,7 @@ def _walk(
     sizes: tuple[int, int],
     kwargs: Mapping[str, Any],
 ) -> Walked:
-    """Walk with Dynamo; see `walk`."""
+    """Trace with Dynamo; see `walk`."""
     for tensor, dims in dynamic:
         torch._dynamo.mark_dynamic(tensor, list(dims))
     compiled = torch.compile(_fresh(fn), backend=_give_back, fullgraph=True)
@@ -100,15 +100,16 @@ def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _give_back(graph: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-    """Raise what `torch.compile` passes on. One function for all walks: torch keeps every backend for ever."""
+    """Raise the graph that `torch.compile` passes to its backend. One function for all traces, since torch never frees
+    a backend."""
     examples = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
     mode = next(value.fake_mode for value in examples if isinstance(value, FakeTensor))
     given = [a.node.hint if isinstance(a, torch.SymInt) else a for a in args]
-    raise _Found(Walked(graph, given, mode))  # no local: with the traceback it would be a cycle that keeps the engine
+    raise _Found(Walked(graph, given, mode))  # a local would form a cycle with the traceback and keep the engine alive
 
 
 def why(error: BaseException) -> str:
-    """Return, in one line, the compiler's complaint and the line of the model it is about."""
+    """Return, in one line, the compiler's message and the line of the model that it refers to."""
     error = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     hints = [line for line in lines if line.startswith(("Explanation:", "Could not", "Attempted"))]
