@@ -9,11 +9,11 @@ from typing import NamedTuple
 from specdec.core.ranges import FLAG, TOKEN, Range, check_fields, either, list_of, one_of, optional, real, whole
 
 MAX_TOP = 128  # most likely tokens whose log-probabilities are returned
-MAX_TOPK = 64  # branches a step: its K*K children are ranked by one program
-MAX_TAIL = 256  # nodes that ancestor masks name: four words of 64 bits; the kernels hold a tree in one program
+MAX_TOPK = 64  # branches per step: one program ranks their K*K children
+MAX_TAIL = 256  # nodes of ancestor masks: four words of 64 bits; kernels handle a tree in one program
 AUTO = "auto"
-AUTO_STEPS = (1, 3, 5)  # lengths of chains that rounds choose among by themselves
-CATCH_UP = 32  # plain rounds that a draft may fall behind; one forward over their tokens brings it up to date
+AUTO_STEPS = (1, 3, 5)  # chain lengths that num_steps="auto" chooses among
+CATCH_UP = 32  # plain rounds that a draft may fall behind; one forward over their tokens catches up
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
 CONSTRAINED = ("constrained_greedy", "constrained")  # kinds of sampling under grammars
 PREFILL_GRAPHS = ("auto", "whole", "piecewise", "breakable", "off")
@@ -197,7 +197,7 @@ class EngineConfig:
                     "leave num_draft_tokens out, or set topk > 1 for a tree"
                 )
             return
-        least = 2 if self.auto_steps is None else self.num_steps + 1  # the longest chain has its place, too
+        least = 2 if self.auto_steps is None else self.num_steps + 1  # the longest chain must fit, too
         most = min(MAX_TAIL, self.num_candidates + 1)
         if not least <= d <= most:
             raise ValueError(

@@ -14,13 +14,13 @@ SHOWN = 200  # characters of a value in a message
 
 
 class Culprit(ValueError):
-    """The item at fault, of a value of many."""
+    """Names the invalid item of a list or mapping."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Values that a setting may have. expected: in words; read: returns a value as Python's own, and raises TypeError,
-    ValueError or OverflowError for one that is out of range."""
+    """Values that a setting may have. expected: their description; read: converts a value to plain Python, and raises
+    TypeError, ValueError or OverflowError for one that is out of range."""
 
     expected: str
     read: Callable[[Any], Any]

@@ -104,7 +104,7 @@ class Target(Protocol):
 
 
 class LiveModels(Protocol):
-    """The target's model and the draft's, beside the forwards that an engine runs of them.
+    """The models of target and draft, apart from the forwards that an engine runs.
 
     prefill_mode: "piecewise", "breakable" or "off", once they are compiled. how_compiled, how_draft_compiled: how the
     layers of either came to run as they do, in words; compile_seconds: what that took.
@@ -116,13 +116,13 @@ class LiveModels(Protocol):
     compile_seconds: float
 
     def compile(self) -> None:
-        """Compile layers where the engine's settings want it. GraphError for what must be compiled and cannot be."""
+        """Compile layers as the engine's settings say. GraphError if compiling is required and fails."""
 
     def check(self) -> bool:
-        """Compare with the live layers and head what has not been compared yet, as its kernels were being compiled.
+        """Make the comparisons with live layers and head that `compile` deferred, since kernels were being compiled.
 
-        If layers differ, compile again, compare at once, which may end in live layers, and return False. Raises what
-        `compile` does, and AttachError for a head that differs.
+        If layers differ, compile again, compare at once, which may end in live layers, and return False. Raises the
+        errors of `compile`, and AttachError for a head that differs.
         """
 
     def share(self, turns: AbstractContextManager[Any], is_baked: bool) -> None:
@@ -132,7 +132,7 @@ class LiveModels(Protocol):
         """
 
     def follow(self) -> bool:
-        """Return True if the models compute something else than at the last call, so that kept K/V is of no use.
+        """Return True if the models compute something else than at the last call, so that cached K/V is invalid.
 
         GraphError for a change that the engine cannot follow.
         """
@@ -141,7 +141,7 @@ class LiveModels(Protocol):
         """Return True if `follow` would return True, or raise."""
 
     def reread(self) -> None:
-        """Copy again what is kept of weights elsewhere, as after a change that `follow` does not notice."""
+        """Refresh copies of weights, as after a change that `follow` does not detect."""
 
     def stepping(self) -> AbstractContextManager[None]:
         """Return a context for the forwards of a step."""

@@ -18,7 +18,7 @@ class Pages:
         self.repair([])
 
     def take(self, count: int) -> np.ndarray | None:
-        """Return `count` free pages, which the caller holds then; None if there are not so many."""
+        """Return `count` free pages, now held by the caller; None if there are too few."""
         rest = self.num_free - count
         if rest < 0:
             return None
@@ -28,7 +28,7 @@ class Pages:
         return pages
 
     def hold(self, pages: np.ndarray) -> None:
-        """Hold `pages`, which others hold already."""
+        """Add a holder to `pages`, which have some already."""
         if len(pages):
             self.holders[pages] += 1
 

@@ -25,7 +25,7 @@ class CommitOps(Protocol):
 
 
 class LayerState(ABC):
-    """State of one kind, of all layers that have it.
+    """One kind of state, of all layers that have it.
 
     State by row is [num_rows, ...] under the rows of `SlotTables`; the last is the dummy row, which padding writes. A
     prefill that begins at position 0 begins with an empty state, whatever a row held.
@@ -36,7 +36,7 @@ class LayerState(ABC):
 
     @abstractmethod
     def committer(self, ops: CommitOps) -> Commit:
-        """Return the function that commits an accepted path, on the device and without a look at it from the host."""
+        """Return the function that commits an accepted path, on the device and without host sync."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class KVPool(LayerState):
     Slot 0 is the dummy slot. Where V is a part of K (`LayerShape.v_in_k`), v[layer] is a view of k[layer].
     """
 
-    commits_chains = False  # a chain's K/V lies where it belongs; rejected slots are simply past the new L
+    commits_chains = False  # a chain's K/V is in place; rejected slots are simply past the new L
 
     def __init__(self, layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device):
         def zeros(heads: int, dim: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class KVPool(LayerState):
             cache.index_copy_(0, target, cache.index_select(0, source))
 
     def committer(self, ops: CommitOps) -> Commit:
-        """Return the function that moves an accepted path's K/V to where a chain's lies."""
+        """Return the function that moves an accepted path's K/V to the slots of a chain."""
         return ops.committer(self) if self.layers else lambda *_: None
 
     @property

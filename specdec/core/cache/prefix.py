@@ -1,9 +1,9 @@
 """The prefix cache: K/V of served texts for prompts with a shared prefix, in a radix tree with a page per step.
 
-The idea is RadixAttention's (SGLang, arXiv 2312.07104). K/V at a position depends on the tokens up to it alone, with
-drafts of the EAGLE family on the next one, too: `keys_of` makes a number of a position of what its K/V depends on
-besides those before. The tree holds its pages beside the requests that use them, and gives up those that were used
-longest ago where requests need room.
+The idea is RadixAttention's (SGLang, arXiv 2312.07104). K/V at a position depends only on the tokens up to it, and with
+drafts of the EAGLE family on the next one: `keys_of` computes a key of each position from everything that its K/V
+depends on besides earlier positions. The tree holds its pages beside the requests that use them, and evicts the least
+recently used ones if requests need pages.
 """
 
 import heapq
@@ -16,19 +16,19 @@ import numpy as np
 from specdec.core.cache.pages import NO_PAGES, Pages
 
 CHUNK = 64  # tokens: scans of a prefill run in chunks that divide this, so one that is cut there has equal bits
-ADAPTER_BIT = 52  # of a key, from which on it holds an adapter: above the first of two tokens
-IMAGES = 1 << 10  # beside an adapter: of prompts with images, whose K/V other kernels compute
-EVICTED = 32  # at least one page in so many goes at a time, so that making room is rare
+ADAPTER_BIT = 52  # first bit of the adapter in a key: above the first of two tokens
+IMAGES = 1 << 10  # added to the adapter for prompts with images, whose K/V other kernels compute
+EVICTED = 32  # at least 1 in 32 pages is evicted at a time, so that evictions are rare
 
 
 def scored_keys(tokens: np.ndarray, adapter: int = 0) -> np.ndarray:
-    """Return the keys [T] int64 of `tokens` [T] int64 that the target alone has read, for scores: unlike all others."""
+    """Return the keys [T] int64 of `tokens` [T] int64 that only the target has read, for scores: unlike all others."""
     return -1 - (tokens | adapter << ADAPTER_BIT)
 
 
 def keys_of(tokens: np.ndarray, looks_ahead: int, adapter: int = 0) -> np.ndarray:
-    """Return the keys [n-1] int64 of all positions of `tokens` [n] int64 but the last: of an emitted token the K/V is
-    not there yet, and the last one of a prompt is read in any case, for its logits.
+    """Return the keys [n-1] int64 of all positions of `tokens` [n] int64 but the last: K/V of the last emitted token is
+    not written yet, and a prompt's last token always runs, for its logits.
 
     looks_ahead: 1 if K/V depends on the next token as well, 0 if not. adapter: its number, 0 for none.
     """
@@ -36,10 +36,10 @@ def keys_of(tokens: np.ndarray, looks_ahead: int, adapter: int = 0) -> np.ndarra
 
 
 class KeptStates:
-    """Which states of recurrent layers are kept: snapshots, the least recently used first, at places 0 to `num` - 1
-    behind the rows of a `StatePool`.
+    """The cached states of recurrent layers: snapshots, the least recently used first, at places 0 to `num` - 1 after
+    the rows of a `StatePool`.
 
-    A snapshot belongs to a page of the `PrefixCache`, which stands for the text up to its end, and leaves with it.
+    A snapshot belongs to a page of the `PrefixCache`, for the text up to the page's end, and is dropped with it.
     step: tokens between the positions where one may be taken.
     """
 
@@ -50,12 +50,12 @@ class KeptStates:
         self.clear()
 
     def clear(self) -> None:
-        """Keep none."""
+        """Drop all snapshots."""
         self.places: dict[int, int] = {}  # by page, the one used last is the last
         self._free = list(range(self.num))
 
     def find(self, pages: np.ndarray) -> tuple[int, int | None]:
-        """Return how many of `pages` [n] int64, a text's first ones, its last snapshot is for, and its place."""
+        """Return how many of `pages` [n] int64, a text's first ones, its longest snapshot covers, and its place."""
         for count in range(len(pages) // self._pages * self._pages, 0, -self._pages):
             page = int(pages[count - 1])
             if page in self.places:
@@ -73,7 +73,7 @@ class KeptStates:
         return place
 
     def drop(self, pages: np.ndarray) -> None:
-        """Forget the snapshots of `pages`, which are free for other texts now."""
+        """Drop the snapshots of `pages`, which are freed."""
         for page in self.places.keys() & pages.tolist():
             self._free.append(self.places.pop(page))
 
@@ -106,7 +106,7 @@ class PrefixCache:
         self.root = Node(None, NO_PAGES, NO_PAGES, 0)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the pages of the longest beginning of `keys` [T] int64 that is kept: whole pages only."""
+        """Return the pages of the longest cached prefix of `keys` [T] int64, whole pages only."""
         self._time += 1
         *_, found = self._walk(keys)
         return found
@@ -126,7 +126,7 @@ class PrefixCache:
         self._attach(Node(node, keys[at * self._page_size : end * self._page_size].copy(), added, self._time))
 
     def evict(self, count: int) -> None:
-        """Free `count` pages or more of `num_evictable` ones, those used longest ago first."""
+        """Free at least `count` of the `num_evictable` pages, the least recently used first."""
         count = max(count, self._pages.num_pages // EVICTED)
         order = itertools.count()  # of nodes used at one time: all ranks of an engine evict the same
         leaves = [(n.used, next(order), n) for n in self._nodes() if n is not self.root and not n.children]
@@ -139,9 +139,9 @@ class PrefixCache:
                 heapq.heappush(leaves, (parent.used, next(order), parent))
 
     def clear(self) -> None:
-        """Forget everything; pages that running requests use stay theirs."""
+        """Empty the tree; running requests keep their pages."""
         held = self.held()
-        self.forget()  # first: what breaks off here must not leave pages in the tree that are free
+        self.forget()  # first: an interruption must not leave free pages in the tree
         for pages in held:
             self._pages.drop(pages)
 
@@ -156,7 +156,7 @@ class PrefixCache:
         return [node.pages for node in self._nodes()]
 
     def count(self, num_asked: int, num_found: int) -> None:
-        """Note a prompt of `num_asked` tokens, `num_found` of which were here."""
+        """Count a prompt of `num_asked` tokens, `num_found` of which were cached."""
         self.num_asked += num_asked
         self.num_found += num_found
 

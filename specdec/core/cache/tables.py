@@ -157,7 +157,7 @@ class SlotTables:
         write_pages(self.table, rows, pages, self.page_size)
 
     def repair(self, rows: Sequence[int]) -> None:
-        """Everything that is not held by one of the reserved `rows` is free again; what was kept is forgotten."""
+        """Free everything that is not held by one of the reserved `rows`, and empty the prefix cache."""
         self._of_row = {row: self._of_row[row] for row in rows}
         self._free_rows = [row for row in reversed(range(self.max_running)) if row not in self._of_row]
         self.prefixes.forget()
@@ -169,12 +169,12 @@ class SlotTables:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that no row holds; what is kept counts as free, since it gives way."""
+        """Pages that no row holds; cached ones count as free, since they can be evicted."""
         return self._pages.num_free + self.prefixes.num_evictable
 
     @property
     def prefix_facts(self) -> dict[str, int]:
-        """Return what `Report.prefix_cache` says."""
+        """Return the contents of `Report.prefix_cache`."""
         cache = self.prefixes
         if not self.keeps_prefixes:
             return {}

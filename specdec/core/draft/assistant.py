@@ -46,7 +46,7 @@ class Assistant(Protocol):
 
 
 class AssistantWorker(SteppingWorker):
-    """Drafts with an assistant. features [num_rows, h]: of each row's last committed token."""
+    """Drafts with an assistant. features [num_rows, h]: the target's, of each row's last committed token."""
 
     has_begin = True
     prefills = False

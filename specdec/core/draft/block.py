@@ -23,7 +23,7 @@ from specdec.core.functional.verify import VerifyOutput
 
 
 class BlockWorker(DraftModelWorker):
-    """Drafts with a block head. Nothing but K/V passes from one round to the next."""
+    """Drafts with a block head. Only K/V is carried from one round to the next."""
 
     def __init__(self, parts: DraftParts, head: BlockDraftHead):
         super().__init__(parts, hot_ids=head.hot_ids, vocab_size=head.vocab_size, dtype=head.weight.dtype, ahead=0)
@@ -99,7 +99,7 @@ class BlockWorker(DraftModelWorker):
             store(k, v, layer, rope)
 
     def _mask(self, bs: int, num_rows: int) -> dict[str, Any]:
-        """Return what lets the rows of a block see each other."""
+        """Return the metadata options by which rows of a block see each other; none if it is causal."""
         if self.head.causal:
             return {}
         depths = torch.arange(num_rows, device=self.hot_ids.device).expand(bs, -1).contiguous()
@@ -152,7 +152,7 @@ class BlockWorker(DraftModelWorker):
         )
 
     def _bias(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor | float:
-        """Return what the tokens [bs] before add to the logits [bs, dv] of states [bs, h_d]."""
+        """Return the term of the previous tokens [bs] in the logits [bs, dv] of states [bs, h_d]."""
         markov = self.head.markov
         if markov is None:
             return 0.0

@@ -1,8 +1,8 @@
 """Lets a draft catch up with rounds that have drafted nothing.
 
-A plain round costs what one without a draft costs, but for a copy: the target's features of its token are kept. Later
-one forward of the draft takes up to `CATCH_UP` tokens at once, as a draft-extend takes those of a round. If that is too
-late for some, their features are lost: their K/V is zero, which hardly anything attends to.
+A plain round costs the same as without a draft, except for a copy: the target's features of its token are kept. Later
+one forward of the draft takes up to `CATCH_UP` tokens at once, as a draft-extend takes those of a round. Tokens for
+which that is too late have lost their features: their draft K/V is zero, and gets little attention.
 """
 
 from dataclasses import replace

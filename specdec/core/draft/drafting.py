@@ -1,8 +1,8 @@
-"""The base of draft models that are fed their own states: they grow a chain or a tree a step at a time.
+"""The base of autoregressive draft models, which grow a chain or a tree step by step.
 
-Between rounds a row holds what the last draft-extend (or the prefill) left: the state that the token after the root is
-scored from, and that a next step takes, so drafting S deep costs S-1 forwards. Chains: arXiv 2211.17192; trees as in
-EAGLE-2, arXiv 2406.16858.
+Between rounds a row holds the state from which the token after the root is scored, and which the next step takes; the
+last draft-extend (or the prefill) computed it, so drafting S deep costs S-1 forwards. Chains: arXiv 2211.17192; trees
+as in EAGLE-2, arXiv 2406.16858.
 """
 
 from abc import abstractmethod
@@ -21,14 +21,14 @@ from specdec.core.functional.verify import VerifyOutput
 
 
 class Output(NamedTuple):
-    """Results of a forward, [T, h_d] both: the states, and what the output head reads of them."""
+    """Results of a forward, both [T, h_d]: the states, and the output head's inputs."""
 
     states: torch.Tensor
     normed: torch.Tensor
 
 
 class SteppingWorker(DraftModelWorker):
-    """Drafts a step a forward.
+    """Drafts one step per forward.
 
     State by row: `hidden` [num_rows, h_d], which predicts the token after the root. is_fed_states: whether a step takes
     the state of the node before, besides its token.
@@ -67,11 +67,11 @@ class SteppingWorker(DraftModelWorker):
         """
 
     def normed(self, states: torch.Tensor) -> torch.Tensor:
-        """Return what the output head reads of states [n, h_d] that are kept by row."""
+        """Return the output head's inputs for states [n, h_d] that are stored by row."""
         return states
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the states that stand beside true tokens, from the target's features [T, num_aux*h]."""
+        """Return the states that are paired with true tokens, from the target's features [T, num_aux*h]."""
         return None
 
     def prefill_layers(
@@ -139,7 +139,7 @@ class SteppingWorker(DraftModelWorker):
         return Steps(self, batch)
 
     def _draft_chain(self, batch: RoundBatch) -> Draft:
-        """K=1: the best (or a drawn) token a step."""
+        """Draft a chain (K=1): the best (or a drawn) token per step."""
         steps = self.steps(batch)
 
         def logits_of(step: int, last: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class SteppingWorker(DraftModelWorker):
         return self.chain(batch, logits_of)
 
     def _draft_tree(self, batch: RoundBatch) -> Draft:
-        """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2).
+        """Draft a tree (K>1): grow K branches per step by cumulative log-probability, then re-rank all nodes (EAGLE-2).
 
         The tree of a sampled batch has a spine, which is drawn: the first child of the first branch, step by step.
         """
@@ -186,7 +186,7 @@ class SteppingWorker(DraftModelWorker):
 
 
 class Steps:
-    """The forwards of one round's draft, a step at a time: K new nodes each, which see their ancestors.
+    """The forwards of one round's draft, step by step: K new nodes each, which see their ancestors.
 
     root [bs, h_d]: the states that predict the tokens after the roots. module: of the head, the one whose states came
     last (see `RecyclingHead`).
@@ -218,7 +218,7 @@ class Steps:
         return out.normed
 
     def _inputs(self, k: int, above: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what the nodes of a step are fed: their parents' states [bs*K, h_d]."""
+        """Return the input states of a step's nodes: their parents' states [bs*K, h_d]."""
         if not self.worker.is_fed_states:
             return None
         if self._states is None:
@@ -228,13 +228,13 @@ class Steps:
 
 
 def candidate_depths(config: EngineConfig) -> torch.Tensor:
-    """[N] int64: depth of every tree candidate in creation order: K at depth 1, then K*K a step."""
+    """Return the depths [N] int64 of all tree candidates in creation order: K at depth 1, then K*K per step."""
     k = config.topk
     return torch.tensor([1] * k + [d for d in range(2, config.num_steps + 1) for _ in range(k * k)], device="cpu")
 
 
 def node_bits(config: EngineConfig) -> torch.Tensor:
-    """[S-1, K, W] int64, S-1 at least 1: the bits of each step's K draft nodes, numbered through the draft's tail."""
+    """Return the bits [S-1, K, W] int64, S-1 at least 1, of each step's K draft nodes, numbered over the whole tail."""
     num_later = max(config.num_steps - 1, 1)
     num_nodes = config.topk * num_later
     bits = own_bits(torch.arange(num_nodes, device="cpu"), num_nodes)

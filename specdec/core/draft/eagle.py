@@ -1,7 +1,7 @@
 """The worker of the EAGLE family: EAGLE-1/2, EAGLE-3 and NextN heads, which read features of the target.
 
 Position p of the draft sees (embedding of token p+1, feature of position p): arXiv 2401.15077, 2503.01840; for NextN
-2412.19437. What the heads do with them is theirs; what they read says `AlgoSpec`.
+2412.19437. `AlgoSpec` says what the heads read; how they use it is up to each head.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from specdec.core.draft.worker import DraftParts, RoundBatch
 
 
 class HeadWorker(SteppingWorker):
-    """Drafts with a head for the target, whose embedding and output head it uses where it has none of its own."""
+    """Drafts with a head for the target, whose embedding and output head it uses unless the head has its own."""
 
     has_begin = True
 

@@ -1,7 +1,7 @@
 """The interface of draft heads to their callers: the draft workers and the trainer.
 
 A head knows neither KV pool nor tree: attention is a callable that the worker or the trainer passes in, so both run the
-very same arithmetic.
+same arithmetic.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rope | None, int], 
 
 
 class DraftHead(nn.Module, ABC):
-    """A head that reads features of its target. `embed_tokens` and `lm_head` are None where it shares the target's.
+    """A head that reads features of its target. `embed_tokens` and `lm_head` are None if it shares the target's.
 
     algo: its row in `reach.assembly.algorithms`. aux_layers: target layers whose OUTPUT it reads, low to high, or
     (LAST,). vocab_size V: the target's. num_modules: see `RecyclingHead`.
@@ -67,7 +67,7 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def traits(self) -> dict[str, Any]:
-        """Return what else its files say of how it drafts, in plain types."""
+        """Return other settings of its files that affect drafting, in plain types."""
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Map the target's features [..., num_aux*h] to the input [..., h_d] that takes a state's place."""
@@ -122,7 +122,7 @@ class RecyclingHead(DraftHead):
         """Return the norm before the output head."""
 
     def norms_late(self, module: int = 0) -> bool:
-        """Return whether the output head's input is another than the recycled state."""
+        """Return whether the output head's input differs from the recycled state."""
         return not (self.recycles_normed or isinstance(self.out_norm(module), nn.Identity))
 
     def normed(self, state: torch.Tensor, module: int = 0) -> torch.Tensor:
@@ -139,7 +139,7 @@ class Markov(Protocol):
         """Return the rows [..., r] of scored tokens, by their places [...] in the head's vocabulary."""
 
     def bias(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return what vectors [n, r] add to logits [n, dv]."""
+        """Return the term of vectors [n, r] in logits [n, dv]."""
 
 
 class BlockDraftHead(DraftHead):

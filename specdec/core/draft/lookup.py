@@ -1,6 +1,6 @@
-"""Prompt lookup: drafts are what followed the last tokens where they stood before, in prompt or text. No model needed.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last tokens, in prompt or text. No model.
 
-Of all earlier places the one with the longest match (up to MAX_NGRAM tokens) is taken, of several the latest. Sources:
+The longest match (up to MAX_NGRAM tokens) is taken, of equally long ones the latest. Sources:
 Saxena 2023, "Prompt Lookup Decoding" (`prompt_lookup_num_tokens` in transformers); arXiv 2304.04487.
 """
 

@@ -1,4 +1,4 @@
-"""The base of workers that draft with a model of their own: its scope, its forwards, and the laws it draws from.
+"""The base of workers with a draft model: its scope, its forwards, and the laws that it draws from.
 
 The model has a KV pool of its own under the target's slot numbers.
 """
@@ -16,7 +16,7 @@ from specdec.core.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWork
 from specdec.core.functional import spine
 from specdec.core.functional.tree import Tree
 
-MAX_MERGED_NGRAM = 16  # tokens of a match; the longer it is, the likelier what followed it follows again
+MAX_MERGED_NGRAM = 16  # tokens of a match; continuations of longer matches are more likely to repeat
 
 
 class Compiled(Protocol):
@@ -71,7 +71,7 @@ class DraftModelWorker(DraftWorker):
         self.drop_compiled()
 
     def score(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [T, dv] over `hot_ids`, of what the output head reads [T, h_d]."""
+        """Return logits [T, dv] over `hot_ids`, from the output head's inputs [T, h_d]."""
         return self.own_head(normed) if self.narrow is None else self.narrow(normed)
 
     @property
@@ -104,7 +104,7 @@ class DraftModelWorker(DraftWorker):
         return batch.sampling is not None and self.draws_chains
 
     def with_uniforms(self, batch: RoundBatch) -> RoundBatch:
-        """Return `batch` with what its drafts are drawn by, if they are."""
+        """Return `batch` with the random numbers that its drafts are drawn by, if they are drawn."""
         if not self.draws(batch):
             return batch
         assert batch.sampling is not None
@@ -112,7 +112,7 @@ class DraftModelWorker(DraftWorker):
         return replace(batch, uniforms=self.ops.uniforms(*draws))
 
     def guided(self, batch: RoundBatch, step: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits [bs, n, dv] of draft step `step` without what grammars are known to forbid there."""
+        """Return the logits [bs, n, dv] of draft step `step`, with tokens masked that grammars are known to forbid."""
         return logits if batch.guide is None else self.ops.guided(logits, batch.guide, step, self.hot_ids)
 
     def pick(self, batch: RoundBatch, step: int, logits: torch.Tensor, laws: list[torch.Tensor]) -> torch.Tensor:
@@ -138,7 +138,7 @@ class DraftModelWorker(DraftWorker):
     def build(
         self, batch: RoundBatch, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor
     ) -> Tree:
-        """Make the tree of candidates, see `tree.build`, and of what the text itself suggests, if that is wanted.
+        """Make the tree of candidates, see `tree.build`, and of tokens from prompt lookup, if that is on.
 
         scores: the spine's are overwritten. depths: `with_lookup`.
         """
@@ -160,7 +160,7 @@ class DraftModelWorker(DraftWorker):
         return torch.cat([depths, torch.arange(1, self.config.num_steps + 1, device=depths.device)])
 
     def over_target_vocab(self, laws: list[torch.Tensor]) -> torch.Tensor | None:
-        """Draft laws S x [bs, dv] as [bs, S, V]; tokens outside the hot vocabulary have probability 0."""
+        """Return draft laws, S x [bs, dv], as [bs, S, V]; tokens outside the hot vocabulary have probability 0."""
         if not laws:
             return None
         q = torch.stack(laws, 1)

@@ -33,8 +33,8 @@ class RoundBatch:
     [num_rows, width] both, which are int32 and not gathered;
     seq_lens [bs]: L; roots [bs]: token at L; sampling: None if every request is greedy; max_prefix: host upper bound of
     L; shape: what the round drafts; is_processed: logits are processed before they are judged (drafts are not);
-    is_constrained: grammars mask them first; guide: what they tell the draft; uniforms [bs, S] float64: what
-    drafts are drawn by, where a worker draws them. All other tensors int64.
+    is_constrained: grammars mask them first; guide: the grammars' masks and forced tokens for the draft; uniforms
+    [bs, S] float64: random numbers, if the worker draws drafts. All other tensors int64.
     """
 
     rows: torch.Tensor
@@ -200,7 +200,7 @@ class DraftWorker(ABC):
     @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what `Engine.report()` says of this worker."""
+        """Return the worker's facts for `Engine.report()`."""
 
 
 class NoDraft(DraftWorker):

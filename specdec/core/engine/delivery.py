@@ -82,7 +82,7 @@ class Delivery:
         assert is_unseen or is_over == emitted.is_finished, "host and device disagree"
 
     def _end_invalid(self, request: Request) -> None:
-        """End a request after whose text the target's logits are not finite."""
+        """End a request because the target's logits after its text are not finite."""
         request.finish_reason = "error"
         self._scheduler.forget_prefixes()  # its prompt's K/V may be in there
         message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"

@@ -226,7 +226,7 @@ class Launcher:
             request.num_certain += 1
 
     def _begin(self, pieces: list[tuple[Request, int]]) -> None:
-        """From here on the state of running requests may be half written."""
+        """Record that the state of running requests may be half written from here on."""
         self.is_launching = True
         for request, n in pieces:
             request.num_prefilled += n

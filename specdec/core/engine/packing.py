@@ -18,17 +18,17 @@ from specdec.core.text.embedded import Embed, EmbeddedChunk, pack_embedded
 
 
 def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
-    """`values`, int64, on the device, without waiting for it."""
+    """Return `values`, int64, on the device, without waiting for it."""
     return to_device(torch.from_numpy(values), device)
 
 
 def pack_requests(requests: Sequence[Request]) -> np.ndarray:
-    """Return what `requests` bring along, as [n, F] int64: one copy takes them over."""
+    """Return the constants of `requests`, [n, F] int64, for one copy to the device."""
     return np.array([_numbers_of(r) for r in requests], dtype=np.int64)
 
 
 def _numbers_of(request: Request) -> tuple[int, ...]:
-    """The numbers of a request in the order of `EngineState.columns`."""
+    """Return the constants of a request, in the order of `EngineState.columns`."""
     no_ids = (-1,) * (MAX_STOP_IDS - len(request.stop_ids))
     rest = request.max_new_tokens - len(request.tokens)
     return (request.num_to_prefill, rest, request.adapter, *request.stop_ids, *no_ids, *request.sampling.bits)
@@ -44,12 +44,12 @@ def pack_rows(
 
 
 def write_rows(state: EngineState, slot_tables: SlotTables, ops: RoundOps, packed: torch.Tensor) -> None:
-    """Write what `pack_rows` has packed, on the device, into its rows."""
+    """Write the result of `pack_rows`, on the device, to its rows."""
     ops.admit(packed, state.columns, slot_tables.table, slot_tables.page_size)
 
 
 def write_rules(state: EngineState, requests: Sequence[Request]) -> None:
-    """Penalties, bans and biases of `requests`, in two copies each; nothing is launched where there are none."""
+    """Write penalties, bans and biases of `requests`, in two copies each; launches nothing if there are none."""
     for r in requests:
         if r.row is not None and (r.sampling.has_processors or r.row in state.processors.used):
             state.processors.fill(r.row, r.prompt_ids, r.sampling, sorted(r.eos_ids))
@@ -58,7 +58,7 @@ def write_rules(state: EngineState, requests: Sequence[Request]) -> None:
 def write_rest(
     state: EngineState, requests: Sequence[Request], reads_history: bool, rope_deltas: torch.Tensor | None
 ) -> None:
-    """Write what only some of the admitted `requests` need: rules, tokens whose K/V is there, texts, images."""
+    """Write state that only some of the admitted `requests` need: rules, tokens with cached K/V, texts, images."""
     write_rules(state, requests)
     if reads_history:
         write_history(state, requests)
@@ -68,7 +68,7 @@ def write_rest(
 
 
 def write_history(state: EngineState, requests: Sequence[Request]) -> None:
-    """Write the tokens of `requests` that no prefill will see, since their K/V is there already, to the history."""
+    """Write the tokens of `requests` that no prefill will run, since their K/V is cached, to the history."""
     for r in requests:
         if r.row is not None and r.num_cached:
             state.history[r.row, : r.num_cached] = copy_to(state.history.device, r.prompt[: r.num_cached])
@@ -84,7 +84,7 @@ def write_texts(state: EngineState, requests: Sequence[Request]) -> None:
 
 
 def write_rope_deltas(deltas: torch.Tensor, requests: Sequence[Request]) -> None:
-    """Write to `deltas` [num_rows] int64 how far the images of `requests` move what follows them."""
+    """Write to `deltas` [num_rows] int64 the offsets by which images of `requests` shift later rotary positions."""
     moved = [(r.row, 0 if r.embedded is None else r.embedded.rope_delta) for r in requests if r.row is not None]
     rows, values = copy_to(deltas.device, np.array(moved, dtype=np.int64).reshape(-1, 2).T.copy())
     deltas.index_copy_(0, rows, values)
@@ -110,7 +110,7 @@ def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row:
 
 
 def pack_piece(request: Request, num_tokens: int) -> Piece:
-    """The next `num_tokens` of a running request's prompt."""
+    """Return the next `num_tokens` of a running request's prompt."""
     start, end = request.num_prefilled, request.num_prefilled + num_tokens
     assert request.row is not None
     # Ids one to the left: the token after each prefilled one, the next chunk's first included; an unknown one is 0.
@@ -119,7 +119,7 @@ def pack_piece(request: Request, num_tokens: int) -> Piece:
 
 
 def pack_images(pieces: Sequence[tuple[Request, int]], chunk: PrefillChunk, embed: Embed) -> EmbeddedChunk | None:
-    """The embeddings of a chunk that `pieces` make, if they have images. embed: the target's input embedding."""
+    """Return the embeddings of the chunk of `pieces`, None without images. embed: the target's input embedding."""
     own = [(r.embedded, r.num_prefilled, r.num_prefilled + n) for r, n in pieces if r.embedded is not None]
     assert len(own) in (0, len(pieces)), "prompts with images have prefills of their own"
     return pack_embedded(own, chunk.ids, chunk.metadata.positions, embed) if own else None
@@ -131,7 +131,7 @@ def pack_chunk(
     builder: MetadataBuilder,
     into: Sequence[torch.Tensor] | None = None,
 ) -> PrefillChunk:
-    """The packed chunk that `pieces` (request, number of tokens) make; one copy brings it over.
+    """Return the packed chunk of `pieces` (request, number of tokens), copied to the device at once.
 
     table [num_rows, width] int32: the slot tables; builder: of the target's backend; into: see its `prefill`.
     """

@@ -1,9 +1,9 @@
-"""The choice of a shape for each round: the one with the most expected tokens a ms. Pure: costs and accepted drafts in,
-an index out; it knows no device and no requests.
+"""Chooses a shape for each round: the one with the most expected tokens per ms. Pure: its inputs are costs and accepted
+drafts, its output an index; it knows no device and no requests.
 
-Expected tokens come from the drafts that the shape in use had accepted lately, by position; those of another shape from
-the same, as a model of trees and chains says, and corrected by what it accepted when it was tried. A shape that might
-pay is tried from time to time: a probe, which costs a small share of the time.
+Expected tokens of the shape in use follow from its recently accepted drafts, by position; those of other shapes from
+the same counts by a model of trees and chains, corrected by their own results when they were tried. A shape that might
+be faster is tried from time to time, by a probe, which costs a small share of the time.
 """
 
 from bisect import bisect_left
@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 from specdec.core.config import CATCH_UP, Shape
 
-MARGIN = 1.03  # another shape must be better by this
-IN_A_ROW = 2  # in so many decisions, one after the other
-SLIGHTLY, LONG = 1.01, 48  # or by this, in so many
+MARGIN = 1.03  # factor by which another shape must be better to switch to it,
+IN_A_ROW = 2  # in consecutive decisions for as many requests in total, up to PROBE each;
+SLIGHTLY, LONG = 1.01, 48  # or a smaller factor, in decisions for more requests
 STAY = 8  # rounds that a shape stays at least, and after which its acceptance is out of date
-PROBE = 4  # requests that one round is enough for: to be a probe, which has two else, and to decide by
-PROBE_SHARE = 0.01  # of the tokens, that probes may cost
+PROBE = 4  # requests from which one round suffices for a probe, which has two else, and for a decision
+PROBE_SHARE = 0.01  # of the tokens: limit of the cost of probes
 SHORTEST_WAIT = 16  # rounds between probes
-FOLLOW_SHARE = 0.01  # of the time of plain rounds, that letting the draft follow them may take
-SLOW, FAST = 512, 24  # drafts judged that averages remember
-CHANGED = 3.5  # standard deviations between both from which on acceptance counts as changed
+FOLLOW_SHARE = 0.01  # of the time of plain rounds: limit of the cost of the draft following them
+SLOW, FAST = 512, 24  # memory of the averages, in verified drafts
+CHANGED = 3.5  # standard deviations between both averages from which acceptance counts as changed
 OFF = 1.25, 2.0  # factors by which one trial, of a chain or a tree, may differ from the model: else acceptance changed
-PRIOR = 0.6  # share of drafts accepted before any was judged
-GAIN = 1.7  # a tree accepts a token as so many independent chains would, before it is measured
+PRIOR = 0.6  # acceptance per draft before any is verified
+GAIN = 1.7  # a tree accepts a token like this many independent chains, until it is measured
 NUM_SWITCHES = 8  # the last ones, which the report shows
 
 
@@ -87,7 +87,7 @@ class Accepted:
 
 
 class Policy:
-    """Chooses the shape of each round among `shapes`, the first of which is plain decoding.
+    """Chooses the shape of each round from `shapes`, the first of which is plain decoding.
 
     index: the shape in use. switches: the last switches, as text; num_switches: their total number.
     """
@@ -99,17 +99,17 @@ class Policy:
         self._accepted = [Accepted([PRIOR] * max(s.num_steps, 1), FAST / 2) for s in self.shapes]
         self._source = 1  # the shape whose accepted drafts the others are judged by
         self._trial = 0  # another one that drafted since
-        weights = [FAST / 2 if s.topk > 1 else 8 * FAST for s in self.shapes]  # chains are much as the model says
-        self._tried = [(w, w) for w in weights]  # drafts accepted, and those expected, of each
-        self._expected: list[float] = []  # tokens of a round of each, as known by now
+        weights = [FAST / 2 if s.topk > 1 else 8 * FAST for s in self.shapes]  # chains mostly follow the model
+        self._tried = [(w, w) for w in weights]  # accepted and expected drafts of each shape
+        self._expected: list[float] = []  # tokens per round of each shape, by current knowledge
         places = range(len(self.shapes))
-        self._slower = dict.fromkeys(self._buckets, 1.0)  # measured ms over those of the table, of all shapes alike,
-        self._own = {(b, i): (1.0, 0) for b in self._buckets for i in places}  # and of each beside that, and its rounds
+        self._slower = dict.fromkeys(self._buckets, 1.0)  # measured over table ms, common to all shapes,
+        self._own = {(b, i): (1.0, 0) for b in self._buckets for i in places}  # and a shape's own factor, rounds
         self._round = self._since = 0  # rounds; the one of the last switch
         self._last = [0] * len(self.shapes)  # the last round of each shape
-        self._noted = 0  # the round in which drafts were judged last
+        self._noted = 0  # the last round whose drafts were counted
         self._num_better = self._num_ahead = 0  # decisions in a row in which another shape was better, or slightly so
-        self._probe, self._left = 0, 0  # a shape that is tried, and for how many rounds yet
+        self._probe, self._left = 0, 0  # the shape being tried, and its rounds left
         self._until_probe = SHORTEST_WAIT
         self.index = 0
         self.switches: deque[str] = deque(maxlen=NUM_SWITCHES)
@@ -235,7 +235,7 @@ class Policy:
         return {b: self._cost(b, index, near) * self._slower[b] * self._own[b, index][0] for b in self._buckets}
 
     def _rates(self, bucket: int, context: int) -> list[float]:
-        """Expected tokens of a request a ms, of each shape."""
+        """Return each shape's expected tokens per request and ms."""
         places = range(len(self.shapes))
         slower, own = self._slower[bucket], [self._own[bucket, i] for i in places]
         unknown = min([1 / slower, 1.0, *(ratio for ratio, num in own if num)])  # so that it is tried rather than not

@@ -1,4 +1,4 @@
-"""The core of one rank of a tensor-parallel engine: ranks make the same calls, and one that fails is named."""
+"""The core of one rank of a tensor-parallel engine: ranks make the same calls, and errors name a rank that fails."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from specdec.graphs.runner import GraphRunner
 
 
 class RankedCore(Core):
-    """A `Core` whose ranks take the same steps: see `Ranks` for how they know of each other."""
+    """A `Core` whose ranks take the same steps; see `Ranks` for how they communicate."""
 
     def __init__(self, parts: Parts, ranks: Ranks):
         self._ranks = ranks
@@ -55,7 +55,7 @@ class RankedCore(Core):
 
 
 def told_of(request: Request) -> tuple[object, ...]:
-    """Return all of a request that decides what is launched for it, but its seed."""
+    """Return all facts of a request that affect launches, except its seed."""
     r = request
     stops = r.stop_ids, sorted(r.eos_ids), r.string_ids, r.detokenizer.stop_strings
     return r.prompt_ids, r.max_new_tokens, r.sampling.with_seed(0), stops, r.priority

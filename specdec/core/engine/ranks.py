@@ -30,7 +30,7 @@ _engines = itertools.count()
 
 
 class Ranks:
-    """One engine's rank among `size`; see the module. `store` is what all of them can reach.
+    """One engine's rank among `size`; see the module. store: a key-value store that all ranks can reach.
 
     Methods that raise RankError, which names the rank, do so if another rank fails or does not come within `timeout_s`
     seconds; later calls raise it, too. on_lost: then called with the message, once, from any thread, to end whatever
@@ -168,7 +168,7 @@ class Ranks:
             raise RankError(self._lost)
 
     def _lose(self, message: str) -> RankError:
-        """Return the error that ends this engine; where it has ended before, that one."""
+        """Return the error that ends this engine, or that has ended it before."""
         if not self._lost:
             self._lost = message
             self.on_lost(message)
@@ -199,7 +199,7 @@ class Ranks:
             raise self._lose(f"{what}: {failure}")
 
     def _failure(self) -> str:
-        """Return what is wrong with another rank; empty if nothing is known."""
+        """Return a description of another rank's failure; empty if none is known."""
         for rank in self._others():
             if self._has(f"failed/{rank}"):
                 return f"rank {rank} failed: {json.loads(self._store.get(f'failed/{rank}'))}"

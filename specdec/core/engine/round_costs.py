@@ -1,4 +1,4 @@
-"""Measures what rounds of each tier take, by batch and context, on an idle engine: the costs that `Policy` goes by."""
+"""Measures the time of rounds of each tier, by batch and context, on an idle engine: the costs that `Policy` uses."""
 
 from collections.abc import Callable
 from functools import partial

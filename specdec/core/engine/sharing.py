@@ -1,7 +1,7 @@
-"""Finds the K/V of a prompt's prefix that other requests have left, or are about to write.
+"""Finds the K/V of a prompt's prefix that other requests have cached, or are about to write.
 
-Recurrent layers can only go on from a state that was kept, see `KeptStates`. Prefills are cut where one is: at the
-prompt's end, and where a text that is known, or that waits for this one, parts from it.
+Recurrent layers can only resume from a cached state, see `KeptStates`. Prefills are cut where states are cached: at the
+prompt's end, and where a known text, or one that waits for this one, diverges from it.
 """
 
 from weakref import WeakValueDictionary
@@ -25,11 +25,11 @@ class Sharing:
     def __init__(self, slot_tables: SlotTables, looks_ahead: int):
         self._tables = slot_tables
         self._looks_ahead = looks_ahead
-        self._begun: WeakValueDictionary[bytes, Request] = WeakValueDictionary()  # the last one admitted that began so
+        self._begun: WeakValueDictionary[bytes, Request] = WeakValueDictionary()  # the last one admitted, by beginning
 
     def cached(self, request: Request) -> np.ndarray:
-        """Return the pages [n] int64 of the prompt's beginning that are there: never those of all of it, for its last
-        token is read in any case."""
+        """Return the cached pages [n] int64 of the prompt's prefix: never of the whole prompt, since its last token
+        always runs."""
         if not self._tables.keeps_prefixes:
             return NO_PAGES
         pages = self._tables.prefixes.find(_keys(request, request.prompt[:-1], self._looks_ahead))
@@ -64,7 +64,7 @@ class Sharing:
                 self._tables.prefixes.count(len(request.prompt_ids), request.num_cached)
 
     def keep(self, request: Request) -> None:
-        """Keep the K/V of a running request's tokens; the launches that write it have been made."""
+        """Cache the K/V of a running request's tokens, which launches so far write."""
         if self._tables.keeps_prefixes and request.is_kept:
             assert request.row is not None
             prompt = request.prompt[: len(request.prompt_ids)]
@@ -73,8 +73,8 @@ class Sharing:
             self._tables.keep(request.row, _keys(request, seen, self._looks_ahead))
 
     def keep_state(self, request: Request) -> int | None:
-        """Keep the K/V of what has been prefilled of a request, and return the place for its states there; None if they
-        are kept, or cannot be."""
+        """Cache the K/V of a request's prefilled tokens, and return the place for its states after them; None if they
+        are cached already, or cannot be."""
         states, end = self._tables.prefixes.states, request.num_prefilled
         if states is None or not request.is_kept or request.is_prefilled or end % states.step:
             return None
@@ -85,7 +85,7 @@ class Sharing:
 
 
 def _beginning(request: Request) -> bytes:
-    """Return what prompts must have in common for one to wait for the other."""
+    """Return the beginning that prompts must have in common for one to wait for the other."""
     return _keys(request, request.prompt[: WORTH_WAITING + 1], 0).tobytes()
 
 

@@ -18,7 +18,7 @@ from specdec.core.functional.verify import VerifyOutput
 
 
 def checked(ops: RoundOps) -> RoundOps:
-    """`ops` with checks around them; ValueError names the first index that is out of bounds."""
+    """Return `ops` with checks around them; ValueError names the first index that is out of bounds."""
 
     def build(*candidates: torch.Tensor, **shape: int) -> Tree:
         num = candidates[1].shape[1]

@@ -1,4 +1,4 @@
-"""Prompt lookup: where the last tokens of a text stand earlier in it, and what followed them there."""
+"""Prompt lookup: finds an earlier occurrence of a text's last tokens, and the tokens that followed it."""
 
 import math
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 def look_up(history: Tensor, rows: Tensor, ends: Tensor, num_tokens: int, max_ngram: int) -> tuple[Tensor, Tensor]:
-    """Return what followed the longest earlier match of the last tokens, [bs, num_tokens] int64, and the length of the
-    match, [bs] int64, 0 if there is none.
+    """Return the tokens after the longest earlier match of the last tokens, [bs, num_tokens] int64, and the length of
+    the match, [bs] int64, 0 if there is none.
 
     history [num_rows, width] int32: tokens by position; rows [bs] int64; ends [bs] int64: the last token's position.
-    Of matches of up to `max_ngram` tokens the longest counts, of equal ones the latest. A match so near the end that
-    fewer tokens followed it is a period, and goes on. Where nothing matches, the last token is repeated.
+    Of matches of up to `max_ngram` tokens the longest counts, of equally long ones the latest. If fewer than num_tokens
+    tokens followed a match, they are repeated as a period. Without a match, the last token is repeated.
     """
     tokens, last = history[rows].long(), ends.unsqueeze(1)
     at = torch.arange(tokens.shape[1], device=history.device)
     matches = at < last
     length = torch.zeros_like(tokens)
     for n in range(max_ngram):
-        before = tokens.roll(n, 1)  # [i] is the token n places before i; what comes around is masked
+        before = tokens.roll(n, 1)  # [i] is the token n places before i; wrapped ones are masked
         suffix = tokens.gather(1, (last - n).clamp(min=0))
         matches = matches & (before == suffix) & (at >= n) & (last >= n)
         length = length + matches
@@ -34,8 +34,8 @@ def look_up(history: Tensor, rows: Tensor, ends: Tensor, num_tokens: int, max_ng
 def merge(
     tokens: Tensor, scores: Tensor, parents: Tensor, found: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add what `look_up` found to the candidates of a tree: tokens, scores, parents [bs, N + M], as `tree.build` takes
-    them; the m-th that is added has depth m.
+    """Add the tokens of `look_up` to the candidates of a tree; return tokens, scores, parents [bs, N + M], as
+    `tree.build` takes them. The m-th added token has depth m.
 
     tokens, parents [bs, N] int64 and scores [bs, N] float32: see `tree.build`. found [bs, M] int64, lengths [bs] int64.
     The path of `found` is followed from the root. A token that is a candidate there has at least the score of a match
@@ -55,7 +55,7 @@ def merge(
         is_it = (parents == current.unsqueeze(1)) & (tokens == token.unsqueeze(1))
         place, is_there = torch.where(is_it, names, num).amin(1), is_it.any(1)
         scores = torch.where(names == place.unsqueeze(1), scores.maximum(least.unsqueeze(1)), scores)
-        own = torch.where(is_there, -math.inf, least)  # a place that is not used: never among the best
+        own = torch.where(is_there, -math.inf, least)  # an unused place: never among the best
         added.append((token, own, torch.where(is_there, -1, current)))
         above = torch.where(is_there, scores.gather(1, place.clamp(max=num - 1).unsqueeze(1)).squeeze(1), least)
         current = torch.where(is_there, place, num + step)

@@ -18,7 +18,7 @@ from specdec.core.functional.verify import VerifyOutput
 
 @dataclass(frozen=True)
 class RoundOps:
-    """The fields do what the torch functions do that they are twins of.
+    """The operations of a set; each computes the same as its torch twin.
 
     chain, best_token, top_tokens, grow, build: `specdec.core.functional.tree`; put_first: `.spine`, in place; verify_*:
     `.verify`; process: `specdec.core.functional.processors`; sample, law (`process_logits`): `.sampling` beside it;

@@ -135,7 +135,7 @@ class ProcessorState:
 
 
 def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state: ProcessorState) -> Tensor:
-    """Logits [bs, D, V], any float dtype, as the processors of `rows` [bs] int64 make them: float32.
+    """Apply the processors of `rows` [bs] int64 to logits [bs, D, V], any float dtype; return them in float32.
 
     num_context [bs] int64: tokens of the history that every node follows, the root's included; a node follows its
     ancestors, itself included, besides. In the order of `transformers` and vLLM: biases of tokens; the repetition
@@ -173,7 +173,7 @@ def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state
 
 
 def suffixes(tree: Tree, is_path: Tensor, rows: Tensor, num_context: Tensor, history: Tensor) -> Tensor:
-    """[bs, D, MAX_CONTEXT] int64: the tokens that a node follows, the nearest first, itself included; -2: none."""
+    """Return the tokens up to each node, nearest first, itself included: [bs, D, MAX_CONTEXT] int64; -2: none."""
     back = torch.arange(MAX_CONTEXT + 1, device=rows.device)  # the last column holds what is further above
     position = (num_context[:, None, None] - 1 + tree.depths.unsqueeze(2)) - back
     old = history[rows[:, None, None], position.clamp(0, history.shape[1] - 1)].long()
@@ -184,13 +184,13 @@ def suffixes(tree: Tree, is_path: Tensor, rows: Tensor, num_context: Tensor, his
 
 
 def _counted(tokens: Tensor, is_counted: Tensor, vocab_size: int) -> Tensor:
-    """[bs, D, V] int32: how often each token is among the tokens [bs, D, n] of every node that `is_counted`."""
+    """Return how often each token is among the tokens [bs, D, n] of a node where `is_counted`: [bs, D, V] int32."""
     counts = torch.zeros(*tokens.shape[:2], vocab_size + 1, dtype=torch.int32, device=tokens.device)
     return counts.scatter_add_(2, torch.where(is_counted, tokens, vocab_size), is_counted.int())[..., :vocab_size]
 
 
 def _marked(tokens: Tensor, is_marked: Tensor, vocab_size: int) -> Tensor:
-    """[bs, D, V] bool: the tokens [bs, D, n] of every node that `is_marked` [bs, D, n]."""
+    """Return a mask [bs, D, V] bool of the tokens [bs, D, n] of every node where `is_marked` [bs, D, n]."""
     marks = torch.zeros(*tokens.shape[:2], vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return marks.scatter_(2, torch.where(is_marked, tokens, vocab_size), True)[..., :vocab_size]
 
@@ -198,7 +198,7 @@ def _marked(tokens: Tensor, is_marked: Tensor, vocab_size: int) -> Tensor:
 def _bad_words(
     suffix: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state: ProcessorState, vocab_size: int
 ) -> Tensor:
-    """[bs, D, V] bool: last tokens of the words whose beginning a node follows.
+    """Return a mask [bs, D, V] bool of the last tokens of bad words whose other tokens precede them at the node.
 
     As in `transformers`, a word counts only where as many tokens as it has itself have come before.
     """
@@ -220,7 +220,7 @@ def _repeated_ngrams(
     state: ProcessorState,
     vocab_size: int,
 ) -> Tensor:
-    """[bs, D, V] bool: tokens that would end an n-gram which the history or the node's path holds already."""
+    """Return a mask [bs, D, V] bool of tokens that would end an n-gram which the history or the node's path has."""
     sizes, history = state.ngram_sizes[rows, None, None], state.history[rows].long()
     ends = torch.arange(history.shape[1], device=rows.device)  # where an old n-gram may end
     in_history = (sizes > 0) & (ends >= sizes - 1) & (ends < num_context[:, None, None])

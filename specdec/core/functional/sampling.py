@@ -161,12 +161,12 @@ def _drop_below_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser, on int64: products and sums wrap as unsigned ones do."""
+    """Apply splitmix64's finaliser, on int64: products and sums wrap as unsigned ones do."""
     x = (x ^ _shift_right(x, 30)) * _MIX_A
     x = (x ^ _shift_right(x, 27)) * _MIX_B
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, num_bits: int) -> Tensor:
-    """Logical right shift: `>>` on int64 copies the sign bit in, the mask clears it again."""
+    """Shift right logically: `>>` on int64 copies the sign bit, which the mask clears."""
     return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)

@@ -18,7 +18,7 @@ from specdec.core.functional.verify import VerifyOutput
 
 
 def pick_ops(capabilities: Capabilities) -> RoundOps:
-    """The set that goes with a backend that can do `capabilities`."""
+    """Return the set of operations for a backend with `capabilities`."""
     return _triton_ops() if capabilities.fused_ops else TORCH_OPS
 
 
@@ -135,7 +135,7 @@ def _on_parts(
 
 
 def _triton_ops() -> RoundOps:
-    """The kernels, in the types of this layer; imported here, since triton is optional."""
+    """Return the Triton set, with the types of this layer; imported here, since triton is optional."""
     from specdec.backends.triton.round import admit, chain, imposed, lookup, rows, tree, trim, walk
     from specdec.backends.triton.round import spine as drawn_paths
     from specdec.backends.triton.sampling import bitmask, draws, law, processors, top

@@ -12,11 +12,11 @@ from torch import Tensor
 from specdec.core.functional.ops import RoundOps
 from specdec.core.functional.tree import Frontier
 
-MAX_WIDTH = 64  # nodes kept a depth: exact for trees of up to 65, and next to it for larger ones
+MAX_WIDTH = 64  # nodes kept per depth: exact for trees of up to 65 nodes, nearly exact for larger ones
 
 
 def width_of(num_draft_tokens: int) -> int:
-    """Return how many nodes a depth to keep for a tree of `num_draft_tokens` nodes, root included."""
+    """Return the number of nodes to keep per depth for a tree of `num_draft_tokens` nodes, root included."""
     return min(MAX_WIDTH, 1 << max(num_draft_tokens - 2, 0).bit_length())
 
 

@@ -30,10 +30,10 @@ from specdec.core.batch import ints_to_device, to_device
 from specdec.core.config import EngineConfig
 from specdec.core.grammar.matcher import Constraint
 
-PATIENCE_S = 5e-4  # of the host with masks, until threads help
-GUIDE_S = 2e-4  # that the device may wait for what drafts are told
-FREE_S = 1e-5  # that it may wait for guides that force nothing
-NUM_UNFORCED, MOST_RESTS = 2, 15  # guides in a row that force nothing, until rounds have none, and how many such rounds
+PATIENCE_S = 5e-4  # time of the host on masks, after which threads help
+GUIDE_S = 2e-4  # time that the device may wait for guides
+FREE_S = 1e-5  # time that it may wait for guides that force nothing
+NUM_UNFORCED, MOST_RESTS = 2, 15  # consecutive guides that force nothing before rounds go without; most such rounds
 
 Found = list[tuple[Constraint, int]]  # of requests, with their places in the batch
 
@@ -208,7 +208,7 @@ class MaskFeed:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what `Report.grammar` says."""
+        """Return the contents of `Report.grammar`."""
         if not self._num_rounds:
             return {}
         late_s = self._late_s if self._marks else self._mask_s

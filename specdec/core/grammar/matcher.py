@@ -38,7 +38,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why it can follow the text no further, a limit of the library for instance; empty if it can."""
+        """Why it cannot follow the text any further, such as a limit of the library; empty if it can."""
 
 
 class CompiledGrammar(Protocol):

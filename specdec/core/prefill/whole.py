@@ -1,10 +1,10 @@
 """A prefill as one graph: the target's layers with attention inside, first tokens, the draft's prefill and its begin.
 
-The host tells only who brings how many tokens; placement and the plans of attention are made from that on the device,
-within fixed bounds: a graph serves up to T tokens of up to MOST_REQUESTS requests. So a prompt costs a few launches, on
-a slow host too: a graph of many layers is divided where the device works on a part while the host launches the next.
-With a draft it pauses where first tokens are known: they are copied to the host while the draft takes the prompt.
-Requests whose prompt goes on in a next chunk take part as the dummy row where first tokens are drawn.
+The host passes only each request's number of tokens; the device computes placement and attention plans from these,
+within fixed bounds: a graph serves up to T tokens of up to MOST_REQUESTS requests. So a prompt costs a few launches,
+even on a slow host: a graph of many layers is divided, so that the device runs a part while the host launches the next.
+With a draft it pauses after first tokens: they are copied to the host while the draft is prefilled. Requests whose
+prompt continues in a later chunk are replaced by the dummy row where first tokens are drawn.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from specdec.graphs.runner import GraphRunner, Setup
 from specdec.graphs.shapes import Decision, replayed_sizes, token_buckets
 
 MOST_REQUESTS = 8
-KINDS = (SamplingKind.GREEDY, SamplingKind.FILTERED)  # of sampling; penalties and bans take the way in parts
+KINDS = (SamplingKind.GREEDY, SamplingKind.FILTERED)  # of sampling; prefills with penalties and bans run in parts
 HEAD = 4 * MOST_REQUESTS  # numbers that say of the requests what they bring
 PARTS = (16, 4)  # a graph is divided after this share of its layers: launching one takes 1 µs or more a kernel
 FRESH = ", fresh"  # after a kind: no prompt has tokens in the cache, so short ones need no split of their keys
@@ -47,7 +47,7 @@ Beside = tuple[np.ndarray, Callable[[torch.Tensor], None]]
 
 
 class Piece(NamedTuple):
-    """A request in a prefill: its row, how many of its tokens are cached, ids [n] and next_ids [n] int64 on the host.
+    """A request in a prefill: its row, its number of cached tokens, ids [n] and next_ids [n] int64 on the host.
 
     next_ids: see `PrefillChunk`. is_done: its prompt is complete then, so that its first token is drawn.
     """
@@ -116,7 +116,7 @@ class WholeProgram:
         return chunk, done_rows, target.head(hidden.index_select(0, last_rows)), aux
 
     def mail(self, lines: torch.Tensor) -> None:
-        """Post results, if that has not been done."""
+        """Post the results, if not done yet."""
         post, self.post = self.post, None
         if post is not None:
             post(lines)

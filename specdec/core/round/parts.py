@@ -1,4 +1,4 @@
-"""The parts of an engine, made once by `specdec.reach.assembly` and handed to whatever runs on them."""
+"""The parts of an engine, made once by `specdec.reach.assembly` and passed to the code that runs on them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

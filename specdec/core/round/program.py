@@ -1,7 +1,7 @@
 """The round as a program of fixed shape on the device: draft → verify → accept → commit → extend.
 
-Nothing here looks at the device from the host or has a shape that depends on data: a round depends on the number of
-rows and on the kind of sampling, so it can be captured. Row numbers are its only input; all else is state by row.
+Nothing here syncs with the host or has a data-dependent shape: a round depends on the number of rows and on the kind of
+sampling, so it can be captured. Row numbers are its only input; all else is state by row.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ class Round:
     def play(
         self, kind: str, rows: torch.Tensor, max_prefix: int | None = None, shape: Shape | None = None
     ) -> torch.Tensor:
-        """One round of `rows` [n] int64: [n, W+3] int64, tokens, accept_len, invalid and finished flag of each.
+        """Play one round of `rows` [n] int64: [n, W+3] int64, tokens, accept_len, invalid and finished flag of each.
 
         kind: how the requests sample (a SamplingKind); max_prefix: host upper bound of L, None if nothing is known;
         shape: what it drafts, by default the engine's (largest) shape.
@@ -80,7 +80,7 @@ class Round:
     def batch(
         self, kind: str, rows: torch.Tensor, max_prefix: int | None = None, shape: Shape | None = None
     ) -> RoundBatch:
-        """Gather what a round needs to know of `rows`."""
+        """Gather the state of `rows` for a round."""
         kind = SamplingKind(kind)
         seq_lens, roots = self.ops.starts(self.state.seq_lens, self.state.roots, rows)
         return RoundBatch(
@@ -97,12 +97,12 @@ class Round:
         )
 
     def draft(self, batch: RoundBatch) -> Draft:
-        """Return what the draft proposes, the same tree on all ranks."""
+        """Return the draft's proposal, the same tree on all ranks."""
         draft = (self.worker if batch.shape.num_steps else self._no_draft).draft(batch)
         return draft._replace(tree=agreed(self.target.group, draft.tree))
 
     def verify(self, batch: RoundBatch, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One target forward over all nodes: logits [bs, D, V] and the draft's features [bs, D, num_aux*h]."""
+        """Run one target forward over all nodes: logits [bs, D, V] and the draft's features [bs, D, num_aux*h]."""
         output = self.target.forward(self.context, self._verify_metadata(batch, tree), tree.tokens.view(-1))
         shape = tree.tokens.shape
         aux = None if output.aux is None else output.aux.view(*shape, -1)
@@ -140,7 +140,7 @@ class Round:
         self.state.history[rows[chunk.metadata.owners()], chunk.metadata.positions] = chunk.ids.int()
 
     def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
+        """Choose the token after each prompt, from logits [n, V]: the row's first root. Returns results as `play`."""
         batch, logits = self.batch(kind, rows), logits.unsqueeze(1)
         if batch.is_constrained:
             assert self.feed is not None
@@ -171,7 +171,7 @@ class Round:
         return rows
 
     def _guide(self, batch: RoundBatch) -> RoundBatch:
-        """Return the batch with what grammars tell its draft."""
+        """Return the batch with the grammars' guide for its draft."""
         assert self.feed is not None
         num_steps = batch.shape.num_steps
         self.pause(partial(self.feed.update, num_steps))
