@@ -62,7 +62,7 @@ class FlashInferBackend(TritonBackend):
     def prepare_for(
         self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
     ) -> None:
-        """Build and load the kernels, and check them; AttachError names results that differ from the torch backend's."""
+        """Build, load and check the kernels; AttachError names results that differ from the torch backend's."""
         kernels = kernels_for(layers, dtype, device, mask_words)
         build(kernels)
         modules = load(kernels)

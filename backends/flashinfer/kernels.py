@@ -71,7 +71,7 @@ def has_fa3(device: torch.device) -> bool:
 
 
 def uniform_family(layer: LayerSpec, mask_words: int) -> str:
-    """Return the family that runs a layer in decode-shaped forwards; mask_words: words of ancestor bits, 0 for a chain."""
+    """Return the family that runs a layer in decode-shaped forwards; mask_words: of ancestor bits, 0 for a chain."""
     if mask_words > 1:
         return "wide"
     return "tree" if mask_words or layer.has_sinks else "fa2"
@@ -172,7 +172,7 @@ def build(kernels: Sequence[Kernel]) -> float:
 
 
 def load(kernels: Iterable[Kernel]) -> dict[Kernel, Any]:
-    """Load built kernels, without a compiler; each module has `plan` and `paged_run`. AttachError if a file is broken."""
+    """Load built kernels, without a compiler: modules with `plan` and `paged_run`. AttachError if a file is broken."""
     modules = {}
     for kernel in kernels:
         spec = spec_of(kernel)

@@ -177,7 +177,7 @@ def _store_sums(
     SHIFT: tl.constexpr,
     IS_MASS: tl.constexpr,
 ):
-    """Store sums by digit at bit `shift`, [BINS] int64, of the split's tokens whose higher digits are those of `found`."""
+    """Store sums by digit at bit `shift`, [BINS] int64, of the split's tokens whose higher digits equal `found`."""
     digits = tl.arange(0, BINS)
     tokens = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     sums = tl.zeros([BINS, LANES], tl.int64 if IS_MASS else tl.int32)
