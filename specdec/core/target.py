@@ -126,7 +126,7 @@ class LiveModels(Protocol):
         """
 
     def share(self, turns: AbstractContextManager[Any], is_baked: bool) -> None:
-        """From now on let other callers of the models wait for `turns`, and watch what forwards read of them.
+        """Make other callers of the models wait for `turns` from now on, and watch the state that forwards read.
 
         is_baked: graphs or compiled layers hold parts of the models as they are now.
         """

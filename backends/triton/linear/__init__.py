@@ -1,1 +1,1 @@
-"""Products that sum K in order and never split it, and norms of one row a program."""
+"""Kernels of products and norms; a row's bits depend on no other row."""

@@ -106,7 +106,7 @@ class SlotTables:
 
     def grow(self, wanted: Mapping[int, int]) -> bool:
         """Give reserved rows slots for as many tokens as `wanted` says, and tell the device, in one copy; False, with
-        nothing changed, if there are not so many pages."""
+        nothing changed, if there are too few pages."""
         counts = [max(0, self.pages_for(num) - len(self._of_row[row])) for row, num in wanted.items()]
         pages = self._take(sum(counts))
         if pages is None:
@@ -126,8 +126,8 @@ class SlotTables:
         return True
 
     def _take(self, count: int, spare: int = 0) -> np.ndarray | None:
-        """Return `count` pages, for which others give way that are only kept; None, with nothing changed, if `count`
-        and `spare` cannot be had."""
+        """Return `count` pages, evicting cached ones if necessary; None, with nothing changed, if `count` and `spare`
+        are not available."""
         missing = count - self._pages.num_free
         if missing + spare > 0 and not self.prefixes.has_evictable(missing + spare):
             return None

@@ -45,11 +45,11 @@ class StandaloneWorker(SteppingWorker):
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
     ) -> torch.Tensor:
-        """Nothing is kept of a prompt but its K/V: states [T, 0]."""
+        """Run the draft over a prompt; only K/V is kept: states [T, 0]."""
         return self.run(ForwardMode.EXTEND, ids, positions, None).states[:, :0]
 
     def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
-        """See the first root, at position L."""
+        """Run the draft on the first root, at position L."""
         at_root = replace(batch, seq_lens=batch.seq_lens - 1, sampling=None, is_processed=False)
         states = self.forward(at_root, ForwardMode.DRAFT_EXTEND, batch.roots, None, q_len=1).states
         self.commit(at_root, 1, torch.ones_like(batch.rows))

@@ -135,14 +135,14 @@ class DraftWorker(ABC):
     """Proposes tokens. A worker owns its model's KV and per-row state; it knows no scheduler and no graphs."""
 
     aux_layers: tuple[int, ...] = ()
-    draws_chains: bool = False  # whether drafts of sampled requests, or a tree's spine, are drawn: they have laws then
+    draws_chains: bool = False  # drafts of sampled requests, or a tree's spine, are drawn, and have laws
     context: ForwardContext | None = None  # the draft's attention layers, if it has any
     dtype: torch.dtype | None = None  # of its states and K/V; None: the target's
     hidden_size: int = 0  # h_d, of what `prefill_layers` returns
-    id_shift: int = 1  # whether its prefill takes the token after each row, or (0) the row's own
-    has_begin: bool = False  # whether `begin` does anything
+    id_shift: int = 1  # its prefill takes the token after each row (1), or the row's own (0)
+    has_begin: bool = False  # `begin` does something
     module: nn.Module | None = None  # the draft's own model
-    prefills: bool = False  # whether its layers run over prompts
+    prefills: bool = False  # its layers run over prompts
     num_modules: int = 1  # forwards of a prefill, one after the other: MTP modules
     reads_history: bool = False  # it reads `RoundBatch.history`, prompts included
 

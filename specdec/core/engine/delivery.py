@@ -35,7 +35,7 @@ class Delivery:
         """Hand arrived tokens to their requests; finished ones give back rows and slots."""
         for i in range(results.num_read, len(rows)):
             request = results.requests[i]
-            results.num_read = i + 1  # first: whatever goes wrong with this one, it does not come twice
+            results.num_read = i + 1  # first: even if this one fails, it is not handed out twice
             try:
                 if request.is_running and request not in self.undone:
                     self._hand_over_or_end(request, rows[i], results)
@@ -50,7 +50,7 @@ class Delivery:
     def _hand_over_or_end(self, request: Request, row: list[int], results: Results) -> None:
         try:
             self.hand_over(request, row, results)
-        except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
+        except BaseException as error:  # such as a tokenizer's: the others are not affected
             request.failure, request.finish_reason = failure_of(error), "error"
             if not isinstance(error, Exception):
                 raise
@@ -76,7 +76,7 @@ class Delivery:
         if results.played is not None:
             for lens in (request.round_lens, results.lens):
                 lens.append(len(request.tokens) - num_before)
-        # Stop strings, which only text shows, dead ends and forbidden tokens are what the device does not see.
+        # The device does not see stop strings, which only text shows, dead ends and forbidden tokens.
         is_over, reason = request.finish_reason is not None, request.finish_reason
         is_unseen = reason in ("stop_string", "dead_end") or request in self.undone
         assert is_unseen or is_over == emitted.is_finished, "host and device disagree"
@@ -84,7 +84,7 @@ class Delivery:
     def _end_invalid(self, request: Request) -> None:
         """End a request because the target's logits after its text are not finite."""
         request.finish_reason = "error"
-        self._scheduler.forget_prefixes()  # its prompt's K/V may be in there
+        self._scheduler.forget_prefixes()  # its prompt's K/V may be cached
         message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
         if request.sampling.has_processors:
             message += f", or its {'grammar and its ' * (request.constraint is not None)}bans leave no token"

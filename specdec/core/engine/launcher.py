@@ -85,7 +85,7 @@ class Launcher:
         with collection_paused():
             parts.models.compile()
             is_checked = False
-            while not is_checked:  # where layers do not compute what they should, others take their place
+            while not is_checked:  # layers that compute wrong results are replaced
                 self.prefills = PrefillGraphs(parts, self.program, pool, parts.models.prefill_mode)
                 self.rounds = RoundGraphs(self.program, parts, pool)
                 runners = [*self.prefills.runners, *self.rounds.runners.values()]
@@ -167,7 +167,7 @@ class Launcher:
         for request in requests:
             place = self._scheduler.sharing.keep_state(request)
             if place is not None and request.row is not None:
-                kept[self._first_kept + place] = request.row  # of two snapshots in one place, the second is there
+                kept[self._first_kept + place] = request.row  # of two snapshots in one place, the second one stays
         self._copy_states(kept)
 
     def _copy_states(self, source_of: Mapping[int, int]) -> None:

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from specdec.core.errors import RankError
 
-TIMEOUT_S = 60.0  # until a rank that does not come counts as gone
-ATTACH_TIMEOUT_S = 1800.0  # the same within attach: one rank may compile what another has kept
-BEAT_S = 2.0  # between two signs of life
-LATE_S = 10 * BEAT_S  # without one, a rank counts as gone; a compiler may hold a process up for seconds
+TIMEOUT_S = 60.0  # after which a missing rank counts as lost
+ATTACH_TIMEOUT_S = 1800.0  # the same during attach: one rank may compile what another has cached
+BEAT_S = 2.0  # between two heartbeats
+LATE_S = 10 * BEAT_S  # without heartbeat, after which a rank counts as lost; a compiler may block one for seconds
 POLL_S = 0.25
-EAGER_S = 0.05  # looked at the device without a pause: to sleep takes longer than most rounds leave to wait
-SPIN_S = 2e-5  # between two looks after that
-KEPT = 4  # meetings whose values are kept, at least: a rank that is slow still reads the one before
+EAGER_S = 0.05  # of polling the device without pause: a sleep takes longer than most waits for rounds
+SPIN_S = 2e-5  # between two polls after that
+KEPT = 4  # meetings whose values are kept, at least: a slow rank may still read the previous one
 
 _engines = itertools.count()
 
@@ -90,8 +90,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Within it, an error is sent to the other ranks, which raise RankError at their next meeting or wait; one of a
-        collective becomes a RankError here. Where the device waits for a rank that is gone, that ends within seconds.
+        """Send errors of the `with` block to the other ranks, which raise RankError at their next meeting or wait; an
+        error of a collective becomes a RankError here. If the device waits for a lost rank, that ends within seconds.
         """
         self._require()
         self._num_reporting += 1
@@ -107,8 +107,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def attaching(self, settings: Any) -> Iterator[None]:
-        """Within it an engine is made, with `settings` that are the same on all ranks: ValueError if not. An error is
-        sent to the others, and ends the signs of life."""
+        """Return a context for making an engine, with `settings` that are equal on all ranks: ValueError if not. An
+        error is sent to the others, and ends the heartbeat."""
         try:
             self.same("attach()", settings)
             with self.reporting():
@@ -118,7 +118,7 @@ class Ranks:
             raise
 
     def _report(self, error: BaseException) -> None:
-        """Tell the others of an error here, unless it comes from one of them: RankError then."""
+        """Report an error here to the other ranks, unless it comes from one of them: raise RankError then."""
         if self._lost:
             raise RankError(self._lost) from error
         if is_of_a_collective(error) or (error.__cause__ is not None and is_of_a_collective(error.__cause__)):
@@ -157,7 +157,7 @@ class Ranks:
         return self._lose(f"{what}: {type(error).__name__}: {error}; {self._told_of_absent()}")
 
     def close(self) -> None:
-        """End the signs of life."""
+        """End the heartbeat."""
         if not self._is_over.is_set():
             with contextlib.suppress(RankError):
                 self._set(f"closed/{self.rank}", True)
@@ -228,7 +228,7 @@ class Ranks:
         return late
 
     def _beat(self) -> None:
-        """Give signs of life, in a thread; `_is_over` ends it."""
+        """Send heartbeats, in a thread; `_is_over` ends it."""
         forgotten = 0
         for number in itertools.count():
             with contextlib.suppress(RuntimeError):

@@ -28,8 +28,8 @@ from specdec.core.text.inputs import check_text, prompts_to_ids
 
 HEAD_ROWS = 512  # positions whose logits are held at once
 
-# What one product of the head gives: of each scored token its pair's number, [n] int64 on the host, itself, [n] int64,
-# and the logits that came before it, [n, V], on the device.
+# Results of one product of the head, for each scored token: its pair's number [n] int64, on the host; the token [n]
+# int64 and the logits before it [n, V], on the device.
 Scored = tuple[np.ndarray, torch.Tensor, torch.Tensor]
 
 
@@ -54,20 +54,20 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Scorable:
-    """Inputs of the target, ids [T - 1] int64, and the pairs that differ from one another only in the token after it:
-    choices of one token, say."""
+    """A sequence that the target runs, fed [T - 1] int64, and its pairs, which differ only in the token after it, such
+    as choices of one token."""
 
     fed: np.ndarray
     pairs: list[Pair]
 
     @property
     def unscored(self) -> np.ndarray:
-        """The first tokens, after which nothing is scored: others may have read them."""
+        """The first tokens, after which nothing is scored: their K/V may be shared."""
         return self.fed[: min(pair.start for pair in self.pairs) - 1]
 
 
 class ScoredPart(NamedTuple):
-    """Tokens begin..end-1 of a sequence, to be read in `row`; K/V of those before is there, or will be."""
+    """Tokens begin..end-1 of a sequence, to run in `row`; K/V of those before is written, or will be."""
 
     sequence: Scorable
     row: int
@@ -76,7 +76,7 @@ class ScoredPart(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens to read."""
+        """Tokens to run."""
         return self.end - self.begin
 
 
@@ -179,8 +179,8 @@ def _tokenised(number: int, continuation: Any, tokenizer: Any) -> Any:
 
 
 def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:
-    """Put pairs together that the target reads the same tokens of; what brings most that is new comes first, so that
-    the others find it, and prefills are of sequences that are about as long."""
+    """Group pairs with equal inputs of the target; sequences with the most new tokens come first, so that the others
+    find these cached, and prefills have sequences of similar length."""
     found: dict[bytes, Scorable] = {}
     for pair in pairs:
         fed = pair.ids[:-1]
@@ -192,10 +192,10 @@ def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:
 
 
 def _reserve(core: Core, waiting: Iterable[Scorable], adapter: int) -> list[ScoredPart]:
-    """Reserve rows for the first of `waiting`: what one prefill holds, or one sequence that takes several.
+    """Reserve rows for the first of `waiting`: as many as fit in one prefill, or one sequence that takes several.
 
-    What one of them shares may be written in the same prefill: all K/V of a layer is stored before it attends. They are
-    about as long, since some backends pad them all to the longest.
+    Shared prefixes may be written in the same prefill: all K/V of a layer is stored before it attends. The sequences
+    have similar lengths, since some backends pad them all to the longest.
     """
     tables, can_share = core.slot_tables, not core.target.spec.recurrent
     group: list[ScoredPart] = []

@@ -121,7 +121,7 @@ def trim(verified: VerifyOutput, stop_ids: Tensor, remaining: Tensor) -> tuple[V
 
     stop_ids: [n_stop] or [bs, n_stop], int64, -1 is padding. remaining: [bs], int64; at most 0 emits nothing.
     Returns the shortened output and finished [bs], bool: a stop token came, `remaining` is used up, or the row is
-    invalid, which one that is cut is no longer.
+    invalid; a row that is cut is not invalid any more.
     """
     columns = torch.arange(verified.tokens.shape[1], device=verified.tokens.device)
     # The padding of tokens equals that of stop_ids, but only past accept_lens, where a stop changes nothing.

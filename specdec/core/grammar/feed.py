@@ -1,17 +1,18 @@
 """Feeds masks and forced tokens of a batch to its rounds, which read them from buffers on the device.
 
-A round stops three times for the host. Before its draft the results of the round before are read, so that matchers are
-up to date, and the draft gets forced tokens and the masks of what may follow them. After the launch of its verification
-masks are made of the tree, which has been drafted by then, while the device works on. Once tokens are accepted the host
-is told, so that it reads them while the draft extends. Rounds of batches without a grammar know nothing of it.
+A round stops three times for the host. Before the draft, the host reads the previous round's results, so that matchers
+are up to date, and gives the draft its guide: forced tokens, and the masks of tokens that may follow them. After
+launching the verification, it computes masks of the tree, which has been drafted by then, while the device verifies.
+After acceptance, results are mailed to the host, which reads them while the draft extends. Rounds of batches without a
+grammar have no stops.
 
-The device waits for what the host does at the first stop, and for the launches after it. So drafts get no more masks
-once it has waited for `GUIDE_S`, and where guides forced nothing rounds have none, until matchers come to forced text:
-results are read at the second stop, and what is launched between the two is launched ahead.
+The device waits for the host's work at the first stop, and for the launches after it. So drafts get no more masks once
+it has waited for `GUIDE_S`; and if guides force nothing, rounds have none until matchers come to forced text: results
+are read at the second stop then, and the launches between the two stops are made ahead.
 
-Masks of a batch may take longer than the verification that hides them. So once it is over the greedy requests that are
-left get them only where the token that they would choose is forbidden. A chain is one walk of the library. Trees have
-many nodes off the path: while the device verifies, matchers follow their first children, and choices are waited for.
+Masks of a batch may take longer than the verification that hides them. So after it, the remaining greedy requests get
+masks only where the token that they would choose is forbidden. A chain is one walk of the library. Trees have many
+nodes off the path: while the device verifies, matchers follow their first children, and the host waits for choices.
 """
 
 import math
@@ -65,7 +66,7 @@ class MaskFeed:
         self._host_masks = torch.full((size,), -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         num = max_batch * num_nodes
         self._tree = self._host_tree = torch.zeros(2 * num, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        # of this round, and of the one before, whose results may not have been read
+        # of this round, and of the previous one, whose results may be unread
         self._host_choices = torch.zeros(2, num, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         self._copies = torch.cuda.Stream(device) if is_cuda else None
         self._has_tree, self._has_choices = (torch.cuda.Event() if is_cuda else None for _ in range(2))
@@ -73,9 +74,9 @@ class MaskFeed:
         self._requests: Sequence[Constrained] = ()
         self._post: Callable[[torch.Tensor], None] | None = None
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
-        self._is_guided = False  # whether the device has a guide, rather than one that says nothing
-        self._guide_s = 0.0  # that the device waited for the last one
-        self._num_unforced = self._num_rests = 0  # guides in a row that forced nothing, and rounds without one
+        self._is_guided = False  # the device has a guide that is not empty
+        self._guide_s = 0.0  # time that the device waited for the last guide
+        self._num_unforced = self._num_rests = 0  # consecutive guides that forced nothing, and rounds without a guide
         self._num_forcing = 0  # places up to the last that has forced tokens on the device
         self._num_masked = 0  # words up to the last mask on the device that forbids something
         self._num_rounds = self._num_forced = 0

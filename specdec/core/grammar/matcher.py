@@ -17,24 +17,24 @@ class Matcher(Protocol):
     """Follows one text through a compiled grammar, a token at a time."""
 
     def fill(self, mask: np.ndarray) -> bool:
-        """Write which tokens may come next to mask [W] int32, EOS ids where the text may end; False if none may."""
+        """Write the allowed next tokens to mask [W] int32, EOS ids where the text may end; return False if none is."""
 
     def accept(self, token: int) -> bool:
-        """Take a token that is no EOS id, if the grammar allows it; return whether it does."""
+        """Accept a token, not an EOS id, if the grammar allows it; return whether it does."""
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Take the first of `tokens`, none of them an EOS id, up to one that a mask forbids; return how many."""
+        """Accept `tokens`, none of them an EOS id, up to the first that a mask forbids; return how many."""
 
     def fill_chain(self, tokens: Sequence[int], masks: np.ndarray, known: Mapping[int, np.ndarray]) -> int:
-        """Write what may come next to masks[0], then take one of `tokens`, none of them an EOS id, and so on, up to one
-        that the grammar forbids; return how many were taken. A mask [W] after which nothing may come allows all.
-        known: masks by their place."""
+        """Write the allowed next tokens to masks[0], then accept one of `tokens`, none of them an EOS id, and so on, up
+        to the first that the grammar forbids; return how many were accepted. A mask [W] without an allowed token allows
+        all. known: masks by their place."""
 
     def rollback(self, num: int) -> None:
         """Take back the last `num` tokens."""
 
     def forced(self) -> list[int]:
-        """Return the usual tokens of the grammar's only continuation, all of which it takes; none if it has several."""
+        """Return the canonical tokens of the grammar's only continuation, all allowed by it; none if it has several."""
 
     @property
     def error(self) -> str:

@@ -129,8 +129,8 @@ class PrefillGraphs:
         return [r.runner for r in (self.target_runner, *self.draft_runners, *whole)]
 
     def plan_warm_ups(self) -> None:
-        """Plan a few tokens of the dummy row, which warm-ups attend at every break, so that kernels are compiled; and
-        attend behind a cached token, which takes other kernels."""
+        """Plan a prefill of the dummy row, whose attention warm-ups run at every break, so that kernels are compiled;
+        and run attention after a cached token, which uses other kernels."""
         buckets = self.target_runner.runner.buckets
         for program in (self.programs.target, *self.programs.draft[:1]) if buckets else ():
             program.plan(buckets[0], self._dummy_batch(program.context, 1, start=1))

@@ -33,15 +33,15 @@ from specdec.graphs.shapes import Decision, replayed_sizes, token_buckets
 
 MOST_REQUESTS = 8
 KINDS = (SamplingKind.GREEDY, SamplingKind.FILTERED)  # of sampling; prefills with penalties and bans run in parts
-HEAD = 4 * MOST_REQUESTS  # numbers that say of the requests what they bring
+HEAD = 4 * MOST_REQUESTS  # numbers that describe the requests
 PARTS = (16, 4)  # a graph is divided after this share of its layers: launching one takes 1 µs or more a kernel
-FRESH = ", fresh"  # after a kind: no prompt has tokens in the cache, so short ones need no split of their keys
+FRESH = ", fresh"  # suffix of a kind: no prompt has cached tokens, so short ones need no split-KV
 # Token counts of whole graphs under "auto": few, since each holds all layers; larger prefills are the device's anyway.
 WHOLE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
-SHORT_SIZES = (1, 2, 4)  # besides, where most of a prompt may be cached
+SHORT_SIZES = (1, 2, 4)  # added if most of a prompt may be cached
 
-ROOM = 4096  # numbers that may go along in the copy of a prefill's inputs
+ROOM = 4096  # numbers that may be appended to the copy of a prefill's inputs
 NO_NUMBERS = np.zeros(0, dtype=np.int64)
 Beside = tuple[np.ndarray, Callable[[torch.Tensor], None]]
 

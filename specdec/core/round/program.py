@@ -123,7 +123,8 @@ class Round:
         return verified
 
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> torch.Tensor:
-        """L += accept_lens, the last token is the new root; the draft takes the true features. Returns the results."""
+        """Advance L by accept_lens, make the last token the root, and run draft extend on true features; return the
+        results."""
         lines = self._emit(batch, verified, moves=True)
         if batch.is_constrained:
             assert self.feed is not None
@@ -154,7 +155,7 @@ class Round:
     def begin(
         self, rows: torch.Tensor, states: torch.Tensor | None = None, max_prefix: int | None = None
     ) -> torch.Tensor:
-        """The draft takes the first roots of `rows` [n] and its own states [n, h_d]; returns the rows.
+        """Pass the first roots of `rows` [n] and the draft's own states [n, h_d] to the draft; return the rows.
 
         See `DraftWorker.begin`; max_prefix: see `play`.
         """
@@ -165,7 +166,7 @@ class Round:
         return rows
 
     def follow(self, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
-        """The draft takes what plain rounds have emitted of `rows` [n], `CATCH_UP` tokens at most; returns the rows."""
+        """Run the draft over tokens that plain rounds emitted for `rows` [n], at most `CATCH_UP`; return the rows."""
         assert self.catch_up is not None
         self.catch_up.run(self.worker, self.batch(SamplingKind.GREEDY, rows, max_prefix))
         return rows
@@ -251,7 +252,7 @@ class Round:
         return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
 
     def _emit(self, batch: RoundBatch, verified: VerifyOutput, moves: bool) -> torch.Tensor:
-        """The last token is the new root and L += accept_lens, if it moves; results for the host."""
+        """Make the last token the root and, if it `moves`, advance L by accept_lens; return results for the host."""
         state = self.state
         arguments = (state.seq_lens, state.roots, state.remaining, state.history, moves)
         lines = self.ops.emit(verified, batch.rows, *arguments)
@@ -261,7 +262,7 @@ class Round:
         return lines if state.logprobs is None else append_logprobs(lines, state.logprobs[batch.rows, :width])
 
     def _keep_scores(self, rows: torch.Tensor, logits: torch.Tensor, verified: VerifyOutput) -> None:
-        """Keep by row what is wanted of emitted tokens: log-probabilities, digests; logits [bs, D, V] of all nodes."""
+        """Store log-probabilities and digests of emitted tokens by row, if computed; logits [bs, D, V] of all nodes."""
         logprobs, num_top, digests = self.state.logprobs, self.config.logprobs, self.state.digests
         if logprobs is None and digests is None:
             return
@@ -273,7 +274,7 @@ class Round:
 
 
 def _commits(parts: Parts, shape: Shape) -> Iterator[Commit]:
-    """Yield what moves the accepted path of a round of `shape` to its place, for all states of the target's layers."""
+    """Yield the functions that commit the accepted path of a round of `shape` in all states of the target's layers."""
     for state in parts.context.states if shape.num_steps else ():
         if shape.topk > 1 or state.commits_chains:
             yield state.committer(parts.ops)

@@ -24,8 +24,8 @@ class EmbeddedPrompt:
 
     embeds [T, h]. positions [n, T] int64: rotary positions, n a token (mrope); None: a token's own. rope_delta: what is
     added to those of all tokens that follow the prompt. limits [T] int64: the last position that each token sees; None:
-    its own. deepstack: [V, h] for each of the first layers, added to what it gives for the V tokens of is_visual [T].
-    keys [T] int64 on the host: what K/V depends on besides ids, 0 for text; empty if nobody asked for them.
+    its own. deepstack: [V, h] for each of the first layers, added to its output for the V tokens of is_visual [T].
+    keys [T] int64 on the host: everything that K/V depends on besides ids, 0 for text; empty if not needed.
     cuts [T+1] bool on the host: where a piece of its prefill may end; None: anywhere.
     """
 
@@ -39,8 +39,8 @@ class EmbeddedPrompt:
     cuts: np.ndarray | None = None
 
     def num_whole(self, start: int, most: int, is_first: bool) -> int:
-        """Return how many tokens from `start` on make a piece of at most `most` that cuts no image which is seen as a
-        whole; if none do, 0, or with `is_first` those up to the end of the image."""
+        """Return the length of a piece from `start` on, at most `most` tokens, that cuts no image whose tokens see each
+        other; if there is none, 0, or with `is_first` the length up to the end of the image."""
         if self.cuts is None or start + most >= len(self.cuts):
             return most
         ends = 1 + np.flatnonzero(self.cuts[start + 1 :])
