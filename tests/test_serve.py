@@ -84,7 +84,9 @@ def serving(engine, max_waiting=MAX_WAITING, name=NAME, **options):
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     app = build_app(engine, name, max_waiting, **options)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=60, timeout_keep_alive=60))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=60, timeout_keep_alive=60)
+    )
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
     while not server.started:
