@@ -85,7 +85,7 @@ def _parameter(one: Field[Any], kind: Any, is_advised: bool) -> inspect.Paramete
     more = {name: value for name, value in given.items() if name not in ("names", "allowed", "is_flag", "is_argument")}
     default = inspect.Parameter.empty if one.default is MISSING else one.default
     if is_advised:
-        more["help"] += "" if default is None else f" Default: {default}, or that of the algorithm."
+        more["help"] += "" if default is None else f" Default: {default}, or the algorithm's own."
         kind, default = kind | None, None
     made = typer.Argument(**more) if given.get("is_argument") else typer.Option(*names, **more)
     place = inspect.Parameter.KEYWORD_ONLY

@@ -50,31 +50,35 @@ class Acceptance(OnTarget, Recorded):
     """
 
     prompts: list[str] = option(
-        "Names of sets (see --data) or JSON lines with turns, question or prompt; repeat, or commas.", REQUIRED
+        "Prompt sets (see --data) or JSON lines with turns, question or prompt; commas or repeated.", REQUIRED
     )
-    data: Path | None = option("Folder of the sets gsm8k, mt_bench, humaneval, spec_bench, speed_bench, sharegpt.")
-    by_category: bool = flag("Also a row for every category of the prompts.")
+    data: Path | None = option(
+        "Folder of the prompt sets gsm8k, mt_bench, humaneval, spec_bench, speed_bench, sharegpt."
+    )
+    by_category: bool = flag("Add a row for every category of the prompts.")
     draft: list[str] | None = option(
         "Folders, Hub ids, names of shipped drafts, 'shipped' (all of them), 'lookup' or 'none'."
     )
-    shape: list[str] | None = option("S:K:D, such as 3:1:4,5:8:32; default 3:1:4.")
-    temperature: list[str] | None = option("Such as 0,1; default 0.")
-    sample_drafts: bool = option("How chains of sampled requests are drafted.", True, "--sample-drafts/--greedy-drafts")
-    lookup: bool = flag("Trees also hold what followed the last tokens earlier in the text.")
+    shape: list[str] | None = option("Draft shapes S:K:D, such as 3:1:4,5:8:32; default 3:1:4.")
+    temperature: list[str] | None = option("Temperatures, such as 0,1; default 0.")
+    sample_drafts: bool = option(
+        "Draft chains of sampled requests by sampling.", True, "--sample-drafts/--greedy-drafts"
+    )
+    lookup: bool = flag("Add prompt lookup to draft trees: what followed the last tokens earlier in the text.")
     draft_vocab: list[str] | None = option(
-        "Drafts may propose so many tokens only, the first, such as 0,8192; 0, the default: all."
+        "Draft from the first N tokens of the vocabulary only, such as 0,8192; 0, the default: all."
     )
     frequent_in: Path | None = option(
-        "The most frequent of this text, or of the strings in these JSON lines, not the first."
+        "Draft from the N most frequent tokens of this text or these JSON lines, not the first N."
     )
-    predicted: bool = flag("Greedy chains: also show what the trainer simulates on the same text.")
-    limit: int | None = option("Prompts of each file.", min=1)
-    max_new_tokens: int = option("Tokens to emit at most.", 256)
+    predicted: bool = flag("Greedy chains: add the acceptance that the trainer simulates on the same text.")
+    limit: int | None = option("Prompts to read from each file.", min=1)
+    max_new_tokens: int = option("Maximum number of new tokens.", 256)
     max_batch: int = option("Requests decoded together.", 8)
     speed: list[str] | None = option(
-        "Instead tokens/s of so many requests at once, such as 1,8, past EOS and in compiled layers, with intervals."
+        "Measure tokens/s at these batch sizes instead, such as 1,8: past EOS, layers compiled, with intervals."
     )
-    target_name: str | None = option("Name of the target in the result file; else its own.")
+    target_name: str | None = option("Name of the target in the result file; default: its own.")
 
     def run(self) -> None:
         for name in ("prompts", "draft", "shape", "temperature"):
@@ -131,8 +135,8 @@ class Acceptance(OnTarget, Recorded):
 class Page(Options):
     """Render result files as one HTML page that opens offline. The last line is the page's path."""
 
-    files: list[Path] = argument("Result files (JSON), of any age.")
-    out: Path | None = option("The page; default: the first file's name with .html.")
+    files: list[Path] = argument("Result files (JSON) of any version.")
+    out: Path | None = option("File to write; default: the first file's name with .html.")
 
     def run(self) -> None:
         path = self.out or self.files[0].with_suffix(".html")
@@ -142,11 +146,11 @@ class Page(Options):
 
 
 class Compare(Reported):
-    """Say what got slower, faster or less accepted beyond noise; exit status 1 if anything got worse."""
+    """Report what got slower, faster or less accepted beyond noise; exit status 1 if anything got worse."""
 
     before: Path = argument("Result file (JSON) to compare with.")
     after: Path = argument("Result file (JSON) of the same command, run later.")
-    threshold: float = option("Relative change that is noise where rows have no intervals and no repeats.", THRESHOLD)
+    threshold: float = option("Relative change that counts as noise in rows without intervals and repeats.", THRESHOLD)
 
     def run(self) -> None:
         old, new = read_record(self.before), read_record(self.after)
@@ -162,7 +166,7 @@ class Compare(Reported):
         raise typer.Exit(1 if found.of("worse") else 0)
 
 
-app = typer.Typer(help="Measurements.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed, acceptance and correctness; show and compare results.", no_args_is_help=True)
 for name, kind in (
     *(("acceptance", Acceptance), ("latency", Latency), ("peers", Peers), ("gsm8k", Gsm8k), ("lossless", Lossless)),
     *(("policy", Policy), ("grammar", BenchGrammar), ("serve", BenchServe), ("page", Page), ("compare", Compare)),

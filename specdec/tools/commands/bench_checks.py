@@ -37,21 +37,20 @@ class Checking(OnTarget, Recorded):
 
 
 class Gsm8k(Checking):
-    """Compare likelihoods and answers of every prefill mode, with and without a draft, with plain decoding without
-    prefill graphs.
+    """Compare likelihoods and answers of every prefill mode, drafted or not, to plain decoding without prefill graphs.
 
     Exits with 1 if a mode differs beyond chance.
     """
 
     draft: str = option("Draft of the modes that speculate, or 'none': plain decoding only.", "shipped")
     mode: list[str] | None = option(
-        "Of off, breakable, piecewise, compiled (rounds, too); default: all, on a CPU the first two."
+        "Modes: off, breakable, piecewise, compiled (rounds, too); default: all, on a CPU the first two."
     )
-    limit: int = option("Items whose gold solutions are scored.", 1319, min=1)
-    answers: int = option("Items that are answered greedily.", 200, min=1)
-    max_new_tokens: int = option("Tokens to emit at most.", 256)
-    dtype: list[str] | None = option("Default: float32 and, on CUDA, bfloat16 after it.")  # type: ignore[assignment]
-    seed: int = option("Decides how many items a prefill packs.", 0)
+    limit: int = option("Items whose gold solutions to score.", 1319, min=1)
+    answers: int = option("Items to answer greedily.", 200, min=1)
+    max_new_tokens: int = option("Maximum number of new tokens.", 256)
+    dtype: list[str] | None = option("Dtypes; default: float32, then on CUDA bfloat16.")  # type: ignore[assignment]
+    seed: int = option("Seed of how many items each prefill packs.", 0)
 
     def run(self) -> None:
         scipy_stats()  # raises now rather than after the measurement
@@ -88,16 +87,18 @@ class Lossless(Checking):
     its own as equal (`Engine.report().bits`).
     """
 
-    check: list[str] | None = option("Of text and bits; default: text and, in 16 bits, bits.")
-    draft: list[str] | None = option("Folders, Hub ids, shipped names, lookup; default: all shipped, lookup for bits.")
-    limit: int = option("Questions of each of GSM8K and MT-bench (first turns).", 30, min=1)
-    batch: list[str] | None = option("Batch sizes of greedy text; default 1,4; of bits 4,1, on CUDA 32,1,8.")
-    temperature: float = option("Of sampled text; 0 leaves it out.", 1.0)
-    shape: list[str] | None = option(f"S:K:D, of bits; default {SHAPES}, on CUDA {CUDA_SHAPES}.")
-    way: list[str] | None = option(
-        f"How prompts are served, of bits: {', '.join(bitwise.WAYS)}; default: all, on a CPU the first four."
+    check: list[str] | None = option("Checks: text, bits; default: text, and bits for 16-bit dtypes.")
+    draft: list[str] | None = option(
+        "Drafts: folders, Hub ids, shipped names, lookup; default: all shipped, for bits lookup."
     )
-    max_new_tokens: int = option("Tokens to emit at most.", 128)
+    limit: int = option("Questions from each of GSM8K and MT-bench (first turns).", 30, min=1)
+    batch: list[str] | None = option("Batch sizes; default for greedy text 1,4, for bits 4,1, on CUDA 32,1,8.")
+    temperature: float = option("Temperature of sampled text; 0 skips it.", 1.0)
+    shape: list[str] | None = option(f"Draft shapes S:K:D of bits; default {SHAPES}, on CUDA {CUDA_SHAPES}.")
+    way: list[str] | None = option(
+        f"Ways to serve prompts, of bits: {', '.join(bitwise.WAYS)}; default: all, on a CPU the first four."
+    )
+    max_new_tokens: int = option("Maximum number of new tokens.", 128)
     dtype: str = option("float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.", "float32")
 
     def run(self) -> None:

@@ -26,16 +26,18 @@ class BenchGrammar(OnTarget, Recorded):
 
     draft: str = option("Folder, Hub id, shipped name, lookup or none; default: the shipped EAGLE-3.", "shipped")
     schemas: int = option("Random schemas; 0: none.", 60, min=0)
-    seed: int = option("Of the schemas.", 0)
-    shape: list[str] | None = option("S:K:D; default 3:1:4,4:4:16; of lookup 3:1:4, of none plain.")
+    seed: int = option("Seed of the schemas.", 0)
+    shape: list[str] | None = option("Draft shapes S:K:D; default 3:1:4,4:4:16; for lookup 3:1:4, for none plain.")
     batches: list[str] | None = option("Requests decoded together; default 8.")
-    temperature: list[str] | None = option("Default 0,1.")
-    max_new_tokens: int = option("Tokens to emit at most.", 160)
-    seconds: float = option("Of each shape, batch and temperature; schemas not reached by then are left out.", 1e9)
-    library: str = option("auto, llguidance or xgrammar.", "auto")
-    bits: bool = option("Compare logits' bits, too; without that, greedy rounds may go without masks.", True)
-    new_tokens: int = option("Tokens of a text that is timed; 0: none is.", 0, min=0)
-    random: str | None = option("Random weights of a named shape such as 8b, with the target's tokenizer; only timed.")
+    temperature: list[str] | None = option("Temperatures; default 0,1.")
+    max_new_tokens: int = option("Maximum number of new tokens.", 160)
+    seconds: float = option("Seconds per shape, batch and temperature; later schemas are skipped.", 1e9)
+    library: str = option("Grammar library: auto, llguidance or xgrammar.", "auto")
+    bits: bool = option("Also compare logits by bits; without it, greedy rounds may run without masks.", True)
+    new_tokens: int = option("New tokens of each timed text; 0: time none.", 0, min=0)
+    random: str | None = option(
+        "Random weights of a named shape such as 8b, with the target's tokenizer, for timing only."
+    )
 
     def run(self) -> None:
         draft: tuple[Any, str | None] = draft_of(self.draft)

@@ -40,15 +40,15 @@ class Policy(Timing):
     a cell is a batch and a file, and acceptance is the draft's own.
     """
 
-    batches: list[str] | None = option("Prompts at once, such as 1,8,32; default on CUDA 1,8,32,128, else 1,4.")
+    batches: list[str] | None = option("Batch sizes, such as 1,8,32; default on CUDA 1,8,32,128, else 1,4.")
     contexts: list[str] | None = option("Prompt lengths, such as 256,8192; default on CUDA 256,2048, else 64.")
     cells: list[str] | None = option("BATCHxCONTEXT, such as 256x256,8x16384, instead of every batch at every context.")
-    prompts: list[str] | None = option("JSON lines with turns, question or prompt, of which the first turns are asked.")
-    taus: list[str] | None = option(f"Acceptance; default {','.join(TAUS)}.")
-    new_tokens: int | None = option("Tokens of a request in a run; default on CUDA 128, else 24; of one alone 4 times.")
-    drift: int | None = option("Tokens of a text between changes of tau; default on CUDA 128, else 24.")
-    repeats: int = option("Runs of each way in each cell.", 1)
-    topk: int = option("Branches per step of a tree beside the chains; 1 for none.", 1)
+    prompts: list[str] | None = option("JSON lines with turns, question or prompt; only first turns are used.")
+    taus: list[str] | None = option(f"Imposed acceptance length; default {','.join(TAUS)}.")
+    new_tokens: int | None = option("New tokens per request; default on CUDA 128, else 24; at batch 1 four times that.")
+    drift: int | None = option("Tokens between changes of tau in a text; default on CUDA 128, else 24.")
+    repeats: int = option("Runs per way and cell.", 1)
+    topk: int = option("Branches per step of a tree to compare with the chains; 1: none.", 1)
     draft_tokens: int | None = option("Nodes of that tree.")
 
     def run(self) -> None:

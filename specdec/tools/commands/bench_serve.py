@@ -25,26 +25,28 @@ MAX_WAITING = 256  # as in `specdec serve`
 
 
 class BenchServe(WithDraft, Recorded):
-    """Measure requests/s, first texts and tokens of an OpenAI-compatible server through an HTTP client.
+    """Measure requests/s, tokens/s and time to first text of an OpenAI-compatible server through an HTTP client.
 
     --url names a running server; without it this process serves --target, or a --shape, as `specdec serve` does.
     Clients are separate processes. Each of --clients sends one request after the other; --rates are random arrivals
     (Poisson). Lengths of prompts and texts are lognormal; the default means are those of ShareGPT.
     """
 
-    url: str | None = option("A server that runs, such as http://127.0.0.1:8000.")
-    clients: list[str] | None = option(f"Default: {','.join(map(str, CLIENTS))}; none where --rates are given.")
-    rates: list[str] | None = option("Requests that arrive per second, such as 0.5,4.")
-    seconds: float = option("Of each row.", 20.0, min=0.1)
-    warm_up: float = option("Seconds before each row that do not count.", 5.0, min=0)
-    prompt_tokens: float = option("Mean length of prompts.", 161.0, min=1)
-    new_tokens: float = option("Mean length of texts.", 338.0, min=1)
-    spread: float = option("Standard deviation of the logarithm of lengths; 0: all are equal.", 1.0, min=0, max=5)
-    soak: float = option("Then so many seconds of clients that leave early and send bad requests, too.", 0.0)
-    api_key: str | None = option("Key of the server.", envvar="SPECDEC_API_KEY")
+    url: str | None = option("URL of a running server, such as http://127.0.0.1:8000.")
+    clients: list[str] | None = option(
+        f"Concurrent clients; default: {','.join(map(str, CLIENTS))}; with --rates none."
+    )
+    rates: list[str] | None = option("Request rates per second, such as 0.5,4.")
+    seconds: float = option("Seconds to measure per row.", 20.0, min=0.1)
+    warm_up: float = option("Seconds of warm-up per row, not measured.", 5.0, min=0)
+    prompt_tokens: float = option("Mean prompt length in tokens.", 161.0, min=1)
+    new_tokens: float = option("Mean output length in tokens.", 338.0, min=1)
+    spread: float = option("Standard deviation of the logarithm of lengths; 0: equal lengths.", 1.0, min=0, max=5)
+    soak: float = option("Seconds of a final soak test whose clients also leave early and send bad requests.", 0.0)
+    api_key: str | None = option("API key of the server.", envvar="SPECDEC_API_KEY")
     shape: str | None = option("Serve random weights of a named shape such as 8b; acceptance is imposed.")
     max_batch: int = option("Requests decoded together.", 64)
-    max_seq_len: int = option("Longest prompt plus text.", 2048)
+    max_seq_len: int = option("Longest prompt plus output, in tokens.", 2048)
 
     def run(self) -> None:
         try:

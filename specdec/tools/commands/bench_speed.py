@@ -55,9 +55,9 @@ class Timing(OnTarget, Recorded):
     """Options of both: a real target with its draft, or a named shape."""
 
     target: str | None = option(  # type: ignore[assignment]
-        "Hub id, folder, .gguf file or 'bundled', the default: its draft accepts really."
+        "Hub id, folder, .gguf file or 'bundled', the default; its acceptance is real."
     )
-    draft: str | None = option("The engine's: folder, Hub id, shipped name, 'lookup', 'none'; default: shipped.")
+    draft: str | None = option("Draft: folder, Hub id, shipped name, 'lookup', 'none'; default: shipped.")
     shape: str | None = option(
         "Instead of a target, random weights of a named shape such as 8b; acceptance is imposed."
     )
@@ -71,7 +71,7 @@ class Timing(OnTarget, Recorded):
 
 
 class Latency(Timing):
-    """Time the first token, a token and a round through `engine.generate`, engine by engine.
+    """Measure time to first token, per token and per round through `engine.generate`, engine by engine.
 
     Under torchrun, the ranks share the target, a --shape. By default it runs a small grid of the bundled target with
     its draft, a minute or two on a CPU. Lists are separated by commas or given by repeating the option. Exit status 1
@@ -79,30 +79,30 @@ class Latency(Timing):
     """
 
     algo: str = option(
-        "How a --shape drafts: eagle3; nextn, a layer of the target's own kind; block or block:N, of 2 or N layers.",
+        "Draft of a --shape: eagle3; nextn, a layer of the target's own kind; block or block:N, of 2 or N layers.",
         ALGOS[0],
     )
-    prompts: Path | None = option("JSON lines; default: random token ids.")
+    prompts: Path | None = option("JSON lines of prompts; default: random token ids.")
     limit: int | None = option("Prompts to read from the file.", min=1)
-    label: str = option("Of these rows, such as before or after.", "now")
-    batches: list[str] | None = option("Prompts at once, such as 1,8,32.")
+    label: str = option("Label of the rows, such as before or after.", "now")
+    batches: list[str] | None = option("Batch sizes, such as 1,8,32.")
     tokens: list[str] | None = option("Prompt lengths, such as 128,8192.")
-    ttft_tokens: list[str] | None = option(
-        "More prompt lengths: of these only the first token, at batch 1. '' for none."
-    )
+    ttft_tokens: list[str] | None = option("Prompt lengths to time only the first token of, at batch 1; '' for none.")
     modes: list[str] | None = option(
-        "Of compiled, fp8-draft (compiled, draft_weights='fp8'), prefix-cache (compiled, prefix_cache=True), graph, or "
-        "an attention backend: torch, triton, flashinfer, triton+flashinfer."
+        "Engine modes: compiled, fp8-draft (compiled, draft_weights='fp8'), prefix-cache (compiled, "
+        "prefix_cache=True), graph, or an attention backend: torch, triton, flashinfer, triton+flashinfer."
     )
     drafts: list[str] | None = option(
-        "How rounds draft: plain, or S:K:D such as 3:1:4, or S:K:D@N to draft from N tokens only."
+        "Draft shapes: plain, or S:K:D such as 3:1:4, or S:K:D@N to draft from N tokens only."
     )
-    tokenizer: str | None = option("'bundled' or a folder; adds rows that end in text. 'own': a --target's.")
-    samplings: list[str] | None = option("How tokens are drawn, of greedy, sampled, filtered. [default: greedy]")
-    new_tokens: int | None = option("Tokens of the calls that give the time of a token.")
-    repeats: int | None = option("Calls that give the time of the first token.")
-    hf: bool = flag("First time transformers' own generate on the same model, at batch 1.")
-    budget: float = option("Seconds after which nothing new begins.", 1e9)
+    tokenizer: str | None = option(
+        "Add rows that include detokenizing: 'bundled', a folder, or 'own' for a --target's."
+    )
+    samplings: list[str] | None = option("Kinds of sampling: greedy, sampled, filtered. [default: greedy]")
+    new_tokens: int | None = option("New tokens per call that measures the time per token.")
+    repeats: int | None = option("Calls that measure the time to first token.")
+    hf: bool = flag("Also time transformers' own generate on the same model, before, at batch 1.")
+    budget: float = option("Seconds after which no measurement starts.", 1e9)
 
     def run(self) -> None:
         where, ranks = device_of_rank(device_of(self.device)), num_ranks()
@@ -172,18 +172,20 @@ class Latency(Timing):
 
 
 class Peers(Timing):
-    """Time the same greedy requests by transformers' own ways and engines, in one process.
+    """Time the same greedy requests in transformers, other libraries and specdec engines, in one process.
 
-    Texts end at EOS or --new-tokens. Ways that take no batch get --few requests, one by one. A way that fails gives a
+    Texts end at EOS or --new-tokens. Ways without batching get --few requests, one by one. A way that fails gives a
     row with its error.
     """
 
-    assistant: str | None = option("A small LM of the vocabulary, for the others; default: shipped-standalone.")
-    prompts: Path | None = option("JSON lines, such as GSM8K's; default: the demo's four.")
-    limit: int | None = option("Requests at once; default 32 on CUDA, else 4.")
-    few: int = option("Requests of the ways that take one at a time.", 4)
+    assistant: str | None = option(
+        "Small LM with the target's vocabulary, draft of the others; default: shipped-standalone."
+    )
+    prompts: Path | None = option("JSON lines of prompts, such as GSM8K's; default: the demo's four.")
+    limit: int | None = option("Batch size; default 32 on CUDA, else 4.")
+    few: int = option("Requests for ways without batching.", 4)
     tokens: int = option("Length of random prompts (--shape).", 128)
-    new_tokens: int | None = option("Tokens to emit at most; default 128, or 32 on CPU.")
+    new_tokens: int | None = option("Maximum number of new tokens; default 128, or 32 on CPU.")
 
     def run(self) -> None:
         where = device_of(self.device)

@@ -22,7 +22,7 @@ from specdec.tools.options import Options, flag, option
 from specdec.tools.train.target import load
 
 TARGET = "Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct)."
-GREEDY = "0 is greedy; left out, the model's own default."
+GREEDY = "Temperature; 0: greedy; default: the model's own."
 Row = dict[str, Any]
 
 
@@ -30,7 +30,7 @@ class OnTarget(Options):
     """Options of commands that load a target."""
 
     target: str = option(TARGET, BUNDLED)
-    device: str = option("cuda, cpu; auto: cuda where there is one.", "auto")
+    device: str = option("cuda, cpu; auto: cuda if available.", "auto")
     dtype: str = option("float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.", "auto")
 
     def load(self) -> tuple[Any, Any]:
@@ -45,12 +45,12 @@ class WithDraft(OnTarget):
         "bundled target, none for others."
     )
     steps: str | None = option(
-        "Draft depth S, or 'auto': every round picks its own, by what is measured. Default: on a CPU what is measured "
-        "to be fastest, no draft included; else 3, or S, K and D as the draft advises if none is given."
+        "Draft depth S, or 'auto': chosen every round from measurements. Default: on a CPU the fastest measured, which "
+        "may be no draft; else 3, or the draft's own S, K and D if none of them is given."
     )
     topk: int | None = option("Branches per step K; 1, the default, drafts a chain.")
     draft_tokens: int | None = option("Nodes verified per round D, root included.")
-    draft_weights: str | None = option("fp8: a draft head reads its weights in FP8; default: as they are.")
+    draft_weights: str | None = option("fp8: quantise the draft head's weights to FP8; default: as they are.")
 
     def drafting(self, model: Any, max_batch: int = 1) -> "Drafting":
         """Return the drafting settings of an engine of `max_batch` requests."""
@@ -68,7 +68,7 @@ class WithDraft(OnTarget):
 class Reported(Options):
     """Option of commands whose results programs read."""
 
-    json: bool = flag("Print the results as one JSON object, the last line.")
+    json: bool = flag("Print the results as one JSON object on the last line.")
 
     def finish(self, found: dict[str, Any], file: str | None = None) -> None:
         """End the command: print the results as JSON if requested, else the path of the result file."""

@@ -121,13 +121,15 @@ def _with_verifier(known: Any, verifier: str | None) -> dict[str, Any]:
 
 
 class Convert(Reported):
-    """Rewrite an EAGLE-3 head in the other layout."""
+    """Convert an EAGLE-3 head between the official and the speculators layout."""
 
     src: str = argument("Folder, Hub id or shipped name of an EAGLE-3 head.")
     dst: str = argument("Folder to write.")
-    to: str = option("official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).", REQUIRED)
+    to: str = option("Layout: official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).", REQUIRED)
     verifier: str | None = option("Name of the target, for speculators' config.")
-    target: str | None = option("--to speculators: target of a head without an lm_head; shipped heads: bundled.")
+    target: str | None = option(
+        "With --to speculators: target of a head without an lm_head; of shipped heads: bundled."
+    )
     overwrite: bool = option("Replace a checkpoint in DST.", False)
 
     def run(self) -> None:

@@ -41,7 +41,7 @@ CUT = " ..."
 class Demo(WithDraft, Reported):
     """Compare HF generate, plain decoding and speculation, and show which tokens were drafted."""
 
-    max_new_tokens: int = option("Tokens to emit at most.", 96)
+    max_new_tokens: int = option("Maximum number of new tokens.", 96)
     without = frozenset({"dtype"})
 
     def run(self) -> None:

@@ -49,19 +49,19 @@ LABELS = {  # of facts whose names are not clear
 
 
 class Doctor(OnTarget, Reported):
-    """Describe a draft, measure its cost and acceptance on a target, and name its defects.
+    """Inspect a draft on a target: layout, cost, acceptance, defects.
 
     Exit status 1 if it cannot be loaded or a defect was found.
     """
 
     target: str = argument(TARGET)
     draft: str = argument("Draft folder or Hub id, 'shipped' or the name of a shipped draft.")
-    algo: str | None = option("Algorithm to take from a folder that serves several.")
-    prompts: Path | None = option("JSON lines to measure on; default: six of our own.")
+    algo: str | None = option("Algorithm, for a folder that supports several.")
+    prompts: Path | None = option("JSON lines of prompts to measure on; default: six built-in ones.")
     limit: int = option("Prompts to read from the file.", 8, min=1)
     steps: int = option("Draft depth S of the chains.", 3)
-    max_new_tokens: int = option("Tokens a prompt.", 48)
-    bandwidth_gb_s: float | None = option("Bandwidth of device memory; default: measured.")
+    max_new_tokens: int = option("New tokens per prompt.", 48)
+    bandwidth_gb_s: float | None = option("Bandwidth of device memory in GB/s; default: measured.")
 
     def run(self) -> None:
         gb_s, sizes = self.bandwidth_gb_s, {"num_steps": self.steps, "max_new_tokens": self.max_new_tokens}

@@ -6,9 +6,9 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def command(ctx: typer.Context) -> None:
-    """Evaluate with lm-eval; its options, such as --model_args pretrained=TARGET --tasks gsm8k.
+    """Evaluate with lm-eval and its options, such as --model_args pretrained=TARGET --tasks gsm8k.
 
-    A draft is named as pretrained=TARGET,draft=HEAD.
+    Add a draft with pretrained=TARGET,draft=HEAD.
     """
     try:
         from specdec.evaluation import run

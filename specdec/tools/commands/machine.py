@@ -23,12 +23,12 @@ PACKAGES = (
     *("specdec-toolkit", "torch", "triton", "transformers", "flashinfer-python"),
     *("safetensors", "gguf", "accelerate", "numpy"),
 )
-app = typer.Typer(help="Attention backends of this machine.", no_args_is_help=True)
+app = typer.Typer(help="List attention backends, or build their kernels.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_backends() -> None:
-    """Show every attention backend, and why it cannot run here if it cannot."""
+    """List the attention backends; for those that cannot run here, give the reason."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = Table("backend", f"on {device.type}")
     for name in BACKENDS:
@@ -42,7 +42,7 @@ class Build(OnTarget):
     FlashInfer's kernels take a minute or two and need nvcc; the last line says where they are.
     """
 
-    draft: str = option("Head that will draft: folder, Hub id or shipped name.", "none")
+    draft: str = option("Draft head: folder, Hub id or shipped name.", "none")
     backend: str = option("'triton+flashinfer', which 'auto' can pick, or 'flashinfer'.", "triton+flashinfer")
     nodes: int = option("With 'flashinfer': kernels for draft trees of up to 64 nodes, or of more; 0: for none.", 64)
 
@@ -66,12 +66,12 @@ app.command("build")(command_of(Build))
 
 
 class Cache(Reported):
-    """Show what attach keeps of compiled layers, by environment, and where.
+    """Show the cache of compiled layers: its folder, and its size by environment.
 
-    SPECDEC_CACHE names another folder.
+    SPECDEC_CACHE sets another folder.
     """
 
-    clear: bool = flag("Delete all of it; the next attach compiles again.")
+    clear: bool = flag("Delete the cache; the next attach compiles again.")
 
     def run(self) -> None:
         if self.clear:

@@ -12,18 +12,21 @@ from specdec import __version__
 COMMANDS = {  # name: module, its function or app of commands, and the first line of its help
     "demo": ("demo:demo", "Compare HF generate, plain decoding and speculation, and show which tokens were drafted."),
     "generate": ("text:generate", "Generate for one prompt and stream the text; statistics go to stderr."),
-    "chat": ("text:chat", "Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."),
+    "chat": (
+        "text:chat",
+        "Chat in the terminal. An empty line starts a new chat, Ctrl-C ends an answer, Ctrl-D the chat.",
+    ),
     "serve": ("serve:serve", "Serve a target over HTTP: /v1/chat/completions, /v1/completions, /v1/models"),
-    "bench": ("bench:app", "Measurements."),
-    "train": ("train:app", "Train drafts on what the target itself generates."),
-    "convert": ("convert:command", "Rewrite an EAGLE-3 head in the other layout."),
-    "doctor": ("doctor:doctor", "Describe a draft, measure its cost and acceptance on a target, and name its defects."),
-    "backends": ("machine:app", "Attention backends of this machine."),
-    "cache": ("machine:cache", "Show what attach keeps of compiled layers, by environment, and where."),
+    "bench": ("bench:app", "Measure speed, acceptance and correctness; show and compare results."),
+    "train": ("train:app", "Train drafts on text that the target generates."),
+    "convert": ("convert:command", "Convert an EAGLE-3 head between the official and the speculators layout."),
+    "doctor": ("doctor:doctor", "Inspect a draft on a target: layout, cost, acceptance, defects."),
+    "backends": ("machine:app", "List attention backends, or build their kernels."),
+    "cache": ("machine:cache", "Show the cache of compiled layers: its folder, and its size by environment."),
     "env": ("machine:env", "Print versions, devices and usable backends, for bug reports."),
     "eval": (
         "evaluate:command",
-        "Evaluate with lm-eval; its options, such as --model_args pretrained=TARGET --tasks gsm8k.",
+        "Evaluate with lm-eval and its options, such as --model_args pretrained=TARGET --tasks gsm8k.",
     ),
 }
 

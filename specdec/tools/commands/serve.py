@@ -41,33 +41,29 @@ class Serve(WithDraft):
 
     target: str = argument(TARGET)
     max_batch: int | None = option("Requests decoded together; more wait. Default: 32, on a CPU 8.", min=1)
-    max_seq_len: int | None = option("Longest prompt plus text; default: up to 2048.")
-    num_slots: int | None = option("Tokens of the KV pool; default: all rows at their most.")
-    max_waiting: int = option("Requests that may wait; more are answered with 429.", 256, min=0)
+    max_seq_len: int | None = option("Longest prompt plus output, in tokens; default: up to 2048.")
+    num_slots: int | None = option("Size of the KV pool in tokens; default: room for a full batch at maximum length.")
+    max_waiting: int = option("Requests that may wait; further ones are answered with 429.", 256, min=0)
     host: str = option("Address to listen on; 0.0.0.0 for all.", "127.0.0.1")
     port: int = option("Port to listen on.", 8000)
-    api_key: str | None = option("Key that requests to /v1 must have; default: none.", envvar="SPECDEC_API_KEY")
-    allowed_origins: list[str] | None = option(
-        "Site whose pages may ask (CORS), or '*'; may be repeated. Default: none."
-    )
+    api_key: str | None = option("API key that requests to /v1 must send; default: none.", envvar="SPECDEC_API_KEY")
+    allowed_origins: list[str] | None = option("Origin allowed by CORS, or '*'; may be repeated. Default: none.")
     allowed_hosts: list[str] | None = option(
-        "Name that the Host header may have; may be repeated. Default: any, of loopback its own."
+        "Name allowed in the Host header; may be repeated. Default: any; on loopback its own names."
     )
-    max_logprobs: int | None = option("Log-probabilities of so many best tokens may be asked for; default: none.")
+    max_logprobs: int | None = option("Most log-probabilities per token that a request may ask for; default: none.")
     grammar: str | None = option(
         "Library for response_format, tool_choice and structured_outputs: auto, llguidance, xgrammar or off. Default: "
         "auto where one is installed."
     )
     lora: list[str] | None = option(
-        "LoRA adapter, NAME=FOLDER or NAME=HUB_ID, which requests choose as their model; may be repeated."
+        "LoRA adapter, NAME=FOLDER or NAME=HUB_ID; requests select it as their model. May be repeated."
     )
     name: str | None = option("Name of the model in requests; default: the target's.")
-    log: Path | None = option("File that takes the token ids of complete texts, for `specdec train adapt --from-log`.")
-    grace: float = option("Seconds that running requests have after SIGTERM or Ctrl-C.", 10.0)
+    log: Path | None = option("File to log token ids of finished requests to, for `specdec train adapt --from-log`.")
+    grace: float = option("Seconds that running requests may take after SIGTERM or Ctrl-C.", 10.0)
     compile: bool | None = option("Compile the target's layers; default: on CUDA.", None, "--compile/--no-compile")
-    prefix_cache: bool = option(
-        "Keep K/V of what was served for prompts that begin alike, where the model allows it.", True
-    )
+    prefix_cache: bool = option("Reuse the K/V of shared prompt prefixes, where the model allows it.", True)
 
     def run(self) -> None:
         try:

@@ -10,14 +10,14 @@ from specdec.reach.targets.pretrained import read_processor
 from specdec.tools.commands.choices import GREEDY, WithDraft, engine_line
 from specdec.tools.options import argument, command_of, option
 
-LEAVE = "An empty line starts a new conversation, Ctrl-C ends an answer, Ctrl-D the chat."
+LEAVE = "An empty line starts a new chat, Ctrl-C ends an answer, Ctrl-D the chat."
 LAW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 class Chat(WithDraft):
-    """Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."""
+    """Chat in the terminal. An empty line starts a new chat, Ctrl-C ends an answer, Ctrl-D the chat."""
 
-    max_new_tokens: int = option("Tokens to emit at most.", 512)
+    max_new_tokens: int = option("Maximum number of new tokens.", 512)
     temperature: float | None = option(GREEDY)
     system: str | None = option("System message.")
 
@@ -42,12 +42,12 @@ class Generate(WithDraft):
     """
 
     prompt: str = argument("The prompt; '-' reads it from stdin.")
-    max_new_tokens: int = option("Tokens to emit at most.", 256)
+    max_new_tokens: int = option("Maximum number of new tokens.", 256)
     temperature: float | None = option(GREEDY)
-    top_k: int | None = option()
-    top_p: float | None = option()
-    min_p: float | None = option()
-    repetition_penalty: float | None = option()
+    top_k: int | None = option("Sample from the k most likely tokens.")
+    top_p: float | None = option("Sample from the most likely tokens whose probabilities sum to p.")
+    min_p: float | None = option("Drop tokens below this share of the highest probability.")
+    repetition_penalty: float | None = option("Penalty on tokens that occurred before; 1: none.")
     seed: int | None = option("Seed of the random draws; default: new in each run.")
     stop: list[str] | None = option("Stop string; may be repeated.")
     raw: bool = option("Continue the prompt as it is, without the chat template.", False)

@@ -41,8 +41,8 @@ class Data(Training):
     """Regenerate a corpus: GSM8K answers, and chats that the target writes by itself."""
 
     out: Path = option("The corpus, a .safetensors file.", REQUIRED)
-    gen_minutes: float | None = option("Wall clock of generating.", None, "--minutes", "--gen-minutes")
-    overwrite: bool = option("Replace a corpus that is there.", False)
+    gen_minutes: float | None = option("Time limit for generating, in minutes.", None, "--minutes", "--gen-minutes")
+    overwrite: bool = option("Replace an existing corpus.", False)
     groups = (Generation,)
 
     def run(self) -> None:
@@ -55,9 +55,9 @@ class Fit(Training):
 
     corpus: list[Path] = option("Corpus of `data`; may be given several times.", REQUIRED)
     algo: str = option(ALGOS, "eagle3")
-    aux_layers: str | None = option("eagle3: three layers, such as 1,14,26; block: any number.")
-    held_out: int = option("Sequences held out, at least; of a small corpus one in 20.", 200)
-    resume: bool = option("Go on from the checkpoint of a run that was broken off.", False)
+    aux_layers: str | None = option("Target layers to read; eagle3: three, such as 1,14,26; block: any number.")
+    held_out: int = option("Minimum of held-out sequences; of a small corpus one in 20.", 200)
+    resume: bool = option("Resume from the checkpoint of an interrupted run.", False)
     groups, advised = (TrainConfig, HeadShape), (TrainConfig,)
 
     def run(self) -> None:
@@ -91,11 +91,11 @@ class Adapt(Training):
 
     target: str = argument("The target: a Hub id or a folder, fine-tuned or not.")
     head: str = argument("The draft to continue: a Hub id or a folder.")
-    prompts: Path | None = option("File of prompts, which the target answers first.")
+    prompts: Path | None = option("File of prompts; the target answers them first.")
     from_log: Path | None = option("File that `specdec serve --log` wrote, instead of prompts.")
-    minutes: float = option("Wall clock, of generating and training.", 5.0)
-    max_new_tokens: int = option("Tokens of an answer at most.", 256)
-    lr: float | None = option("Learning rate at its peak; default: a quarter of the algorithm's.")
+    minutes: float = option("Time limit for generating and training, in minutes.", 5.0)
+    max_new_tokens: int = option("Maximum tokens per answer.", 256)
+    lr: float | None = option("Peak learning rate; default: a quarter of the algorithm's.")
 
     def run(self) -> None:
         where = self.where()
@@ -107,7 +107,7 @@ class Adapt(Training):
         print_json(found)
 
 
-app = typer.Typer(help="Train drafts on what the target itself generates.", no_args_is_help=True)
+app = typer.Typer(help="Train drafts on text that the target generates.", no_args_is_help=True)
 for name, kind in (("data", Data), ("fit", Fit), ("run", Run), ("adapt", Adapt)):
     app.command(name)(command_of(kind))
 

@@ -40,38 +40,43 @@ class TrainConfig:
     """
 
     epochs: int | None = option("Passes over the corpora.", allowed=NUMBER_OR_NONE)
-    max_steps: int | None = option("Updates.", allowed=NUMBER_OR_NONE)
+    max_steps: int | None = option("Optimizer steps.", allowed=NUMBER_OR_NONE)
     max_tokens: int | None = option("Tokens seen in training, without padding.", allowed=NUMBER_OR_NONE)
-    minutes: float | None = option("Wall clock of training; the schedule adapts to it.", allowed=MINUTES)
+    minutes: float | None = option("Time limit for training, in minutes; the schedule adapts to it.", allowed=MINUTES)
     num_steps: int = option("Draft steps unrolled (TTT).", 5, allowed=NUMBER)
-    step_decay: float = option("Weight of draft step j is this to the power j.", 0.8, allowed=POSITIVE)
+    step_decay: float = option("The weight of draft step j is this to the power j.", 0.8, allowed=POSITIVE)
     survival: bool = option(
-        "Weight draft step j by how often the chains of the batch get there and on (D-PACE), not by --step-decay.",
+        "Weight draft step j by how often chains of the batch reach and pass it (D-PACE), not by --step-decay.",
         False,
         "--survival/--no-survival",
         allowed=FLAG,
     )
-    normalise_steps: bool = option("Divide the weights of steps by their sum.", False, allowed=FLAG)
-    soft_weight: float = option("Weight of the soft cross-entropy.", 1.0, allowed=WEIGHT)
-    feature_weight: float = option("eagle: weight of SmoothL1 to the target's states.", 0.0, allowed=WEIGHT)
-    lk_weight: float = option("Weight of -log acceptance.", 0.0, allowed=WEIGHT)
+    normalise_steps: bool = option("Divide the step weights by their sum.", False, allowed=FLAG)
+    soft_weight: float = option("Weight of the soft cross-entropy loss.", 1.0, allowed=WEIGHT)
+    feature_weight: float = option("eagle: weight of the SmoothL1 loss to the target's states.", 0.0, allowed=WEIGHT)
+    lk_weight: float = option("Weight of the -log(acceptance) loss.", 0.0, allowed=WEIGHT)
     feature_noise: float = option("Half the width of uniform noise on features.", 0.0, allowed=WEIGHT)
-    prompt_weight: float = option("standalone: weight of a prompt's row relative to an answer's.", 0.0, allowed=WEIGHT)
-    lr: float = option("Learning rate at its peak.", 2e-3, allowed=POSITIVE)
-    weight_decay: float = option("AdamW's, of matrices.", 0.01, allowed=WEIGHT)
-    warmup: float = option("Share of the run.", 0.015, allowed=real(0, 0.999))
-    clip: float = option("Largest norm of the gradient.", 0.5, allowed=POSITIVE)
-    tokens_per_batch: int = option("Padded tokens of a batch.", 32768, allowed=NUMBER)
-    max_len: int = option("Longer sequences are cut.", 2048, allowed=NUMBER)
-    chunk_rows: int = option("Rows whose logits are in memory at a time.", 4096, allowed=NUMBER)
+    prompt_weight: float = option(
+        "standalone: loss weight of prompt tokens, relative to the answer's.", 0.0, allowed=WEIGHT
+    )
+    lr: float = option("Peak learning rate.", 2e-3, allowed=POSITIVE)
+    weight_decay: float = option("Weight decay of matrices (AdamW).", 0.01, allowed=WEIGHT)
+    warmup: float = option("Share of the run that warms up.", 0.015, allowed=real(0, 0.999))
+    clip: float = option("Maximum gradient norm.", 0.5, allowed=POSITIVE)
+    tokens_per_batch: int = option("Tokens per batch, padding included.", 32768, allowed=NUMBER)
+    max_len: int = option("Maximum sequence length; longer ones are cut.", 2048, allowed=NUMBER)
+    chunk_rows: int = option("Rows of logits in memory at a time.", 4096, allowed=NUMBER)
     compile: bool | None = option(
-        "Fused losses; default on CUDA.", None, "--compile/--no-compile", allowed=optional(FLAG, " for on CUDA only")
+        "Compile the losses; default: on CUDA.",
+        None,
+        "--compile/--no-compile",
+        allowed=optional(FLAG, " for on CUDA only"),
     )
     train_lm_head: bool = option("Train the draft's own output head, too.", False, allowed=FLAG)
-    log_every: int = option("Steps.", 20, allowed=NUMBER)
-    eval_every: int = option("Steps.", 500, allowed=NUMBER)
-    save_every: int = option("Steps.", 500, allowed=NUMBER)
-    seed: int = option("Of the data's order, of noise, and of fresh weights.", 0, allowed=whole(0))
+    log_every: int = option("Steps between log lines.", 20, allowed=NUMBER)
+    eval_every: int = option("Steps between evaluations.", 500, allowed=NUMBER)
+    save_every: int = option("Steps between checkpoints.", 500, allowed=NUMBER)
+    seed: int = option("Seed of data order, noise and new weights.", 0, allowed=whole(0))
 
     def __post_init__(self) -> None:
         check_fields(self, ranges_of(type(self)))
@@ -131,14 +136,14 @@ class HeadShape:
     init: str | None = option("A trained draft to continue from: a folder or Hub id.")
     intermediate_size: int | None = option("Width of the draft's MLP.", allowed=SIZE)
     num_layers: int | None = option("eagle3, block, standalone: decoder layers; default: 1, 2, 4.", allowed=SIZE)
-    draft_vocab_size: int | None = option("eagle3, block: tokens that the head scores; default: 8192.", allowed=SIZE)
+    draft_vocab_size: int | None = option("eagle3, block: draft vocabulary size; default: 8192.", allowed=SIZE)
     aux_layers: tuple[int, ...] | None = None
     copy_layer: bool = option("nextn: start from a copy of the target's last layer, not at random.", False)
-    hidden_size: int = option("standalone: the small Llama's shape.", 192, allowed=NUMBER)
-    num_heads: int = option("standalone: the small Llama's shape.", 3, allowed=NUMBER)
-    num_kv_heads: int = option("standalone: the small Llama's shape.", 1, allowed=NUMBER)
-    file_format: str = option("standalone: gguf, or safetensors.", "gguf")
-    embed_type: str = option("standalone: the embedding in GGUF, Q4_0, Q5_0 or Q8_0.", "Q4_0")
+    hidden_size: int = option("standalone: hidden size.", 192, allowed=NUMBER)
+    num_heads: int = option("standalone: query heads.", 3, allowed=NUMBER)
+    num_kv_heads: int = option("standalone: key/value heads.", 1, allowed=NUMBER)
+    file_format: str = option("standalone: file format, gguf or safetensors.", "gguf")
+    embed_type: str = option("standalone: GGUF type of the embedding: Q4_0, Q5_0 or Q8_0.", "Q4_0")
 
     def __post_init__(self) -> None:
         check_fields(self, ranges_of(type(self)))

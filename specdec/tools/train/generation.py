@@ -58,19 +58,19 @@ class Generation:
     """Settings of a generation run. shard: "i/n": part i of n of the questions' jobs, and as large a share of the
     chats, from a seed of its own. ValueError names a wrong field."""
 
-    gsm8k: Path | None = option("GSM8K train.jsonl.")
-    num_questions: int | None = option("Questions of it that are answered; default: all.", allowed=MANY)
-    samples_per_question: int = option("Answers to each.", 3, allowed=COUNT)
-    chats: int = option("User turns that the target writes, and answers once.", 0, allowed=SEED)
-    temperatures: str = option("Temperatures of answers, taken in turns.", "0,0.7,1.0", allowed=TEMPERATURES)
-    max_new_tokens: int = option("Tokens of an answer at most.", 256, allowed=COUNT)
-    gen_minutes: float | None = option("Wall clock of generating.", allowed=MINUTES)
+    gsm8k: Path | None = option("Path of GSM8K's train.jsonl.")
+    num_questions: int | None = option("GSM8K questions to answer; default: all.", allowed=MANY)
+    samples_per_question: int = option("Answers per question.", 3, allowed=COUNT)
+    chats: int = option("Chats: user turns that the target writes, and answers once.", 0, allowed=SEED)
+    temperatures: str = option("Temperatures of answers, used in turn.", "0,0.7,1.0", allowed=TEMPERATURES)
+    max_new_tokens: int = option("Maximum tokens per answer.", 256, allowed=COUNT)
+    gen_minutes: float | None = option("Time limit for generating, in minutes.", allowed=MINUTES)
     max_batch: int | None = option("Requests decoded together; default 512 on CUDA, else 32.", allowed=MANY)
     shard: str = option(
-        "i/n: make part i (from 0) of n of the questions' jobs, and its share of the chats.", "0/1", allowed=SHARD
+        "i/n: generate part i (from 0) of n of the questions, and the same share of the chats.", "0/1", allowed=SHARD
     )
     compile: bool = option("Compile the target's layers for generating.", False, "--compile", allowed=FLAG)
-    seed: int = option("Of questions' order, user turns and answers.", 0, allowed=SEED)
+    seed: int = option("Seed of question order, user turns and answers.", 0, allowed=SEED)
 
     def __post_init__(self) -> None:
         check_fields(self, ranges_of(type(self)))
