@@ -84,7 +84,7 @@ class AttentionBridge:
     def _attend_live(self, layer_id: int) -> None:
         """Run the attention of one layer of the planned forward."""
         if not self._live:
-            raise RuntimeError("nothing to attend to is planned: call AttentionBridge.plan() before graphs are made")
+            raise RuntimeError("no batch is planned: call AttentionBridge.plan() before graphs are captured")
         self.context.backend.attend(self._live[layer_id])
 
 

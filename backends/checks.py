@@ -15,23 +15,27 @@ def check_shapes(m: AttentionMetadata) -> None:
     if m.ancestor_bits is not None and m.ancestor_bits.shape[:2] != (bs, m.q_len):
         raise ValueError(f"ancestor_bits {list(m.ancestor_bits.shape)}: expected [{bs}, {m.q_len}, words of 64 bits]")
     if m.ancestor_bits is not None and m.tail_len > MAX_TAIL:
-        raise ValueError(f"a tree tail of {m.tail_len} nodes: at most {MAX_TAIL}, the bits of an ancestor mask")
+        raise ValueError(f"tail_len={m.tail_len} of a tree: expected at most {MAX_TAIL}, the bits of an ancestor mask")
     if m.ancestor_bits is not None and 64 * m.ancestor_bits.shape[-1] < m.tail_len:
-        raise ValueError(f"{m.ancestor_bits.shape[-1]} words of 64 ancestor bits for a tail of {m.tail_len} nodes")
+        raise ValueError(
+            f"ancestor_bits has {m.ancestor_bits.shape[-1]} words of 64 bits: expected a bit per node, {m.tail_len}"
+        )
     if not 1 <= m.q_len <= m.tail_len:
         raise ValueError(f"q_len={m.q_len} with tail_len={m.tail_len}: queries are the last 1..tail_len tail nodes")
     if m.max_prefix > width:
-        raise ValueError(f"max_prefix={m.max_prefix}: the slot table has {width} positions a row")
+        raise ValueError(f"max_prefix={m.max_prefix}: expected at most {width}, the width of the slot table")
     num_tokens = m.positions.shape[0]
     expected = sum(m.q_lens) if m.q_lens is not None else m.q_len if m.is_packed else bs * m.q_len
     if num_tokens != expected or m.out_cache_loc.shape[0] != expected:
         raise ValueError(
-            f"{num_tokens} positions and {m.out_cache_loc.shape[0]} cache slots for {expected} tokens of {bs} requests"
+            f"{num_tokens} positions and {m.out_cache_loc.shape[0]} slots of {bs} requests: expected {expected} of both"
         )
     if m.prefix_lens.shape[0] != bs:
-        raise ValueError(f"{bs} rows of the slot table for {m.prefix_lens.shape[0]} prefix_lens")
+        raise ValueError(
+            f"prefix_lens has {m.prefix_lens.shape[0]} entries: expected {bs}, one per row of the slot table"
+        )
     if m.limits is not None and (m.q_lens is None or m.limits.shape[0] != num_tokens):
-        raise ValueError(f"limits {list(m.limits.shape)}: expected one of each token of a prefill, [{num_tokens}]")
+        raise ValueError(f"limits {list(m.limits.shape)}: expected one per token of a prefill, [{num_tokens}]")
     for name in (
         "limits",
         "slot_table",
@@ -52,7 +56,7 @@ def check_call(call: Any, num_tokens: int) -> None:
     kernels would read and write out of bounds."""
     layer, like = call.layer, call.pool.k[call.layer_id]
     if call.q.shape[0] != num_tokens:
-        raise ValueError(f"q of layer {call.layer_id} has {call.q.shape[0]} tokens, the forward's plan {num_tokens}")
+        raise ValueError(f"q of layer {call.layer_id} has {call.q.shape[0]} tokens: expected {num_tokens}, as planned")
     heads = {"q": (layer.num_heads, layer.qk_dim), "k": (layer.num_kv_heads, layer.qk_dim)}
     heads |= {"v": (layer.num_kv_heads, layer.v_dim), "out": (layer.num_heads, layer.v_dim)}
     for name, expected in heads.items():
@@ -67,7 +71,7 @@ def check_call(call: Any, num_tokens: int) -> None:
         if given.dtype != like.dtype or given.device != like.device:
             raise ValueError(
                 f"{name} of layer {call.layer_id} is {given.dtype} on {given.device}: expected {like.dtype} on "
-                f"{like.device}, as the pool"
+                f"{like.device}, like the pool"
             )
     for table in call.rope[:2] if call.rope is not None else ():
         is_wrong = table.dim() != 2 or table.shape[0] != num_tokens or table.shape[1] > layer.qk_dim
@@ -117,5 +121,5 @@ def require_within(name: str, values: torch.Tensor, low: int, high: int | None, 
     is_bad = (values < low) if high is None else (values < low) | (values > high)
     if bool(is_bad.any()):
         at = is_bad.nonzero()[0].tolist()  # the message needs host values; only debug mode comes here
-        upper = "" if high is None else f", {high} ({limit}) at most"
-        raise ValueError(f"{name}{at} is {int(values[tuple(at)])}: expected {low} at least{upper}")
+        upper = "" if high is None else f", at most {high} ({limit})"
+        raise ValueError(f"{name}{at} is {int(values[tuple(at)])}: expected at least {low}{upper}")

@@ -110,7 +110,7 @@ class Communicator:
 
     def _require_ranks(self) -> None:
         if self._is_given_up.is_set():
-            raise dist.DistBackendError(f"the ranks of {self.name!r} were given up: one of them failed or is gone")
+            raise dist.DistBackendError(f"the ranks of {self.name!r} were aborted: one of them failed or is gone")
 
     def _release(self, why: str) -> None:
         """End the waiting kernels, or else the process."""
@@ -215,7 +215,7 @@ def _gathered(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
 
 def _no_gradient(*_: Any) -> None:
-    raise RuntimeError("no gradient passes a tensor-parallel layer while an engine is attached; detach() first")
+    raise RuntimeError("tensor-parallel layers pass no gradients while an engine is attached; detach() first")
 
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {  # by schema: implementation and fake

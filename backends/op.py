@@ -60,7 +60,7 @@ class ForwardContext:
         expected = [(layer.num_heads,) if layer.has_sinks else None for layer in self.layers]
         given = [None if sink is None else tuple(sink.shape) for sink in self.sinks]
         if given != expected:
-            raise ValueError(f"sinks of shapes {given}: expected {expected}, one entry a layer")
+            raise ValueError(f"sinks of shapes {given}: expected {expected}, one entry per layer")
 
     @property
     def states(self) -> tuple[LayerState, ...]:
@@ -153,8 +153,8 @@ def adapter_scope(adapters: torch.Tensor) -> AbstractContextManager[None]:
 def _all_of(adapters: torch.Tensor, num_rows: int) -> torch.Tensor:
     if len(adapters) != num_rows:
         raise ValueError(
-            f"an adapted layer gets {num_rows} rows in a forward of {len(adapters)} tokens, as experts do: it cannot "
-            "be told whose they are; leave this layer out of the adapters"
+            f"an adapted layer gets {num_rows} rows in a forward of {len(adapters)} tokens, as experts do: they "
+            "cannot be matched to requests; leave this layer out of the adapters"
         )
     return adapters
 

@@ -50,7 +50,7 @@ class StaticBuffers:
         dtype or device, or smaller than its buffer."""
         self.specs = {s.name: s for s in specs}
         if len(self.specs) != len(specs):
-            raise ValueError(f"inputs {[s.name for s in specs]}: expected names that differ")
+            raise ValueError(f"inputs {[s.name for s in specs]}: expected distinct names")
         for spec in specs:
             if spec.name in shared:
                 _check_shared(spec, shared[spec.name], spec.shape(largest), device)

@@ -14,7 +14,7 @@ from specdec.graphs.runner import GraphRunner
 from specdec.graphs.shapes import ShapeKey
 
 OUT_OF_MEMORY = "out of memory when it was captured"
-NOT_CAPTURABLE = "it does what cannot be captured"  # most likely it reads a tensor on the host
+NOT_CAPTURABLE = "it does something that cannot be captured"  # most likely it reads a tensor on the host
 ALIKE_FROM = 256  # requests or tokens; larger sizes use much the same kernels
 
 

@@ -34,7 +34,7 @@ def check_padding(num_tokens: int, size: int, device_bound_from: int | None = No
     """
     is_busy = device_bound_from is not None and num_tokens >= device_bound_from
     if is_busy and size > MAX_BUSY_PADDING * num_tokens:
-        return Decision(False, "launches are hidden at this size, padding would not be")
+        return Decision(False, "launches cost no time at this size, padding would")
     if size > MAX_PADDING * num_tokens:
         return Decision(False, f"the smallest graph pads more than {MAX_PADDING:g}x")
     return Decision(True)

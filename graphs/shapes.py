@@ -73,5 +73,5 @@ def replayed_sizes(sizes: Sequence[int], device_bound_from: int | None) -> tuple
 def clamped(wanted: Sequence[int], most: int) -> tuple[int, ...]:
     """Return `wanted` ascending, sizes above `most` as `most`; ValueError for an empty list and for sizes below 1."""
     if not wanted or min(*wanted, most) < 1:
-        raise ValueError(f"buckets {wanted!r}, {most} at most: expected sizes of at least 1")
+        raise ValueError(f"buckets {wanted!r}, at most {most}: expected sizes of at least 1")
     return tuple(sorted({min(n, most) for n in wanted}))

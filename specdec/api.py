@@ -93,7 +93,7 @@ def attach(
         config = engine_config(model, name, advised(model, draft, source, settings))
         group = find_group(model)
         if group is not None and config.auto_steps is not None:
-            raise ValueError("num_steps='auto': ranks do not agree on times; pass a number with a sharded model")
+            raise ValueError("num_steps='auto': ranks of a sharded model measure different times; pass a number")
         if group is not None and adapters:
             raise ValueError(f"adapters={adapters!r}: not supported with a sharded model; leave them out")
         ranks = None if group is None else Ranks.of(group)
@@ -146,9 +146,7 @@ class Engine:
         ranks: Ranks | None = None,
     ):
         if config.synthetic_acceptance is not None:
-            warnings.warn(
-                "synthetic_acceptance is on: the engine's text means nothing, only its speed does", stacklevel=3
-            )
+            warnings.warn("synthetic_acceptance is on: texts are meaningless, only the speed is real", stacklevel=3)
         self.config = config
         self.processor, self.tokenizer = processor_of(tokenizer)
         core, self._backend_reason, self._bits = assemble(target, config, draft, algo, self.tokenizer, ranks)
@@ -427,6 +425,6 @@ class Engine:
         """Return checked requests that are not queued yet; the options are those of `generate`."""
         if input_ids is not None:
             if prompts is not None:
-                raise ValueError("input_ids: there are prompts already; give one of the two")
+                raise ValueError("input_ids and prompts are both given; give one of the two")
             prompts = input_ids
         return make_requests(self._attached(), self.tokenizer, self.processor, prompts, **options)

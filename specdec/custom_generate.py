@@ -121,7 +121,7 @@ def _named_by_caller(model: PreTrainedModel) -> str:
                 return str(named)
         frame = frame.f_back
     raise ValueError(
-        "which folder is it? This call of generate names no custom_generate; add draft=FOLDER, or attach an engine "
+        "this call of generate does not name the folder of the draft; add draft=FOLDER, or attach an engine "
         "yourself: specdec.attach(model, FOLDER)"
     )
 

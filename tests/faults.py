@@ -233,8 +233,8 @@ class Victim:
                 for _ in run:
                     pass
             except Exception as error:
-                # "broken off": a launch was cut in half; "detached": it asked for that.
-                is_told = "broken off" in str(error) or "at a random place" in str(error) or name == "detach"
+                # "interrupted": a launch was cut in half; "detached": it asked for that.
+                is_told = "step was interrupted" in str(error) or "at a random place" in str(error) or name == "detach"
                 (self._tell if is_told else self._accuse)(f"{name}: {error!r}")
                 continue
             if request in self.spoilt and request.finish_reason == "error":

@@ -581,13 +581,13 @@ def test_plans_that_no_backend_can_run(kind):
     depths = torch.ones(3, 65, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="257 nodes: at most 256"):
         setup.run(setup.uniform(257, ancestor_bits=torch.ones(3, 257, 5, dtype=torch.int64, device=DEVICE)))
-    with pytest.raises(ValueError, match="1 words of 64 ancestor bits for a tail of 65 nodes"):
+    with pytest.raises(ValueError, match="ancestor_bits has 1 words of 64 bits: expected a bit per node, 65"):
         setup.run(setup.uniform(65, depths=depths, ancestor_bits=depths.unsqueeze(2)))
-    with pytest.raises(ValueError, match="max_prefix=193: the slot table has 192"):
+    with pytest.raises(ValueError, match="max_prefix=193: expected at most 192, the width of the slot table"):
         setup.run(replace(setup.uniform(1), max_prefix=193))
     with pytest.raises(ValueError, match=r"slot_table is torch.int64 .*expected torch.int32"):
         setup.run(replace(setup.uniform(1), slot_table=setup.slot_table.long()))
-    with pytest.raises(ValueError, match=r"2 rows of the slot table for 3 prefix_lens"):
+    with pytest.raises(ValueError, match=r"prefix_lens has 3 entries: expected 2, one per row of the slot table"):
         setup.backend.plan(
             replace(setup.uniform(1), rows=setup.rows[:2], positions=setup.rows[:2], out_cache_loc=setup.rows[:2])
         )
@@ -612,7 +612,7 @@ def test_calls_that_do_not_fit_their_layer(kind):
     told = {
         r"q of layer 0 is \[3, \d+, \d+\]: expected \[T, ": {"q": q.repeat(1, 2, 1)},
         r"k of layer 0 is .*with T=3, as many tokens as q": {"k": k[:2]},
-        "v of layer 0 is torch.float64 on .*: expected torch.float32 on .*, as the pool": {"v": k.double()},
+        "v of layer 0 is torch.float64 on .*: expected torch.float32 on .*, like the pool": {"v": k.double()},
         r"a rope table of layer 0 is \[2, \d+\]: expected \[3, R\]": {"rope": Rope(short, short)},
         r"a rope table of layer 0 is \[3, \d+\]: expected \[3, R\] with R of": {"rope": Rope(wide, wide)},
         r"a rope table of layer 0 is \[3, 3\]: expected .* even": {"rope": Rope(odd, odd)},
@@ -627,7 +627,7 @@ def test_calls_that_do_not_fit_their_layer(kind):
         ValueError, match=r"the pool holds layers .*num_kv_heads=1.*: expected .*as the layers need them"
     ):
         ForwardContext(setup.backend, other, [layer], [None], lambda mode: None)
-    with pytest.raises(ValueError, match=r"sinks of shapes \[\]: expected \[None\], one entry a layer"):
+    with pytest.raises(ValueError, match=r"sinks of shapes \[\]: expected \[None\], one entry per layer"):
         ForwardContext(setup.backend, KVPool([layer.shape], 9, torch.float32, DEVICE), [layer], [], lambda mode: None)
 
 
@@ -678,7 +678,7 @@ def test_debug_mode_names_the_index_that_is_out_of_bounds(kind, monkeypatch):
         setup.run(metadata)
     setup.slot_table[row, 3] = 1
     setup.lens[2] = 190
-    with pytest.raises(ValueError, match=r"prefix_lens\[2\] is 190: expected 0 at least, 160"):
+    with pytest.raises(ValueError, match=r"prefix_lens\[2\] is 190: expected at least 0, at most 160"):
         setup.run(metadata)
     setup.lens[2] = 150
     metadata.out_cache_loc[4] = -1
@@ -747,7 +747,7 @@ def test_a_call_of_other_tokens_than_the_plan_is_refused(num_tokens):
     backend.plan(backend.metadata.prefill(table, torch.zeros(1, dtype=torch.int64), [0], [5]))
     q, k = torch.ones(num_tokens, 2, 8), torch.ones(num_tokens, 1, 8)
     pool = KVPool([layer.shape], 9, torch.float32, torch.device("cpu"))
-    with pytest.raises(ValueError, match=rf"q of layer 0 has {num_tokens} tokens, the forward's plan 5"):
+    with pytest.raises(ValueError, match=rf"q of layer 0 has {num_tokens} tokens: expected 5, as planned"):
         backend.run(AttentionCall(q, k, k, torch.empty_like(q), pool, 0, layer))
 
 

@@ -72,9 +72,9 @@ PROMPTS = [
     (said([{"type": "text", "text": "a", "image": 3}]), "content[0].image=3: only the text of a part is read"),
     (said(["a"]), "content[0].type='a': only parts of type 'text'"),
     # what tokenizers and processors return
-    ({"input_ids": IDS, "pixel_values": torch.ones(1, 3, 8, 8)}, "pixel_values: the engine reads text alone"),
+    ({"input_ids": IDS, "pixel_values": torch.ones(1, 3, 8, 8)}, "pixel_values: the engine reads only text"),
     (BatchEncoding({"input_ids": IDS, "pixel_values": IDS, "grid": IDS}), "grid, pixel_values: the engine reads"),
-    ({"input_ids": IDS, "input_features": IDS}, "input_features: the engine reads text alone"),
+    ({"input_ids": IDS, "input_features": IDS}, "input_features: the engine reads only text"),
     ({"input_ids": IDS, "token_type_ids": IDS}, "token_type_ids: the engine reads"),
     ({"input_ids": IDS, "position_ids": IDS}, "position_ids: the engine reads"),
     ({"input_ids": [[5, 6], [7]], "attention_mask": [[1, 1], [1, 1]]}, "attention_mask has rows of [2, 2] values"),
@@ -109,7 +109,7 @@ OPTIONS = [
     ({"min_new_tokens": "a"}, "min_new_tokens='a': expected an integer from 0"),
     ({"min_length": 2.5}, "min_length=2.5"),
     ({"attention_mask": [[1, 1, 1]]}, "attention_mask has rows of [3] values, input_ids of [2]"),
-    ({"input_ids": [[1, 1]]}, "input_ids: there are prompts already; give one of the two"),
+    ({"input_ids": [[1, 1]]}, "input_ids and prompts are both given; give one of the two"),
     # names
     ({"max_tokens": 5}, "max_tokens=5: generate() has no such option: .*; did you mean max_new_tokens?"),
     ({"max_completion_tokens": 5}, "did you mean max_new_tokens?"),

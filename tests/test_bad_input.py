@@ -221,7 +221,7 @@ def test_debug_mode_names_indices_of_the_round_that_are_out_of_bounds(name):
         ops.verify_greedy(logits, line._replace(tokens=ids + 5), 2)
     with pytest.raises(ValueError, match=r"parents come first"):
         ops.verify_greedy(logits, line._replace(parents=ids), 2)
-    with pytest.raises(ValueError, match=r"row index\[0, 2\] is 5: expected -1 at least, 4"):
+    with pytest.raises(ValueError, match=r"row index\[0, 2\] is 5: expected at least -1, at most 4"):
         ops.gather_rows(torch.zeros(1, 5, 2, device=device), ids)
     commit = ops.committer(KVPool([LayerShape(1, 8, 8)], 20, torch.float32, device))
     table, rows = torch.arange(1, 17, dtype=torch.int32, device=device).unsqueeze(0), torch.zeros_like(ids[0, :1])

@@ -71,7 +71,7 @@ def test_sets_by_name_both_turns_and_categories(folder, capsys, monkeypatch):
 
 def test_a_set_needs_its_folder(folder, capsys, monkeypatch):
     code, _, errors = bench(capsys, monkeypatch, folder, "--prompts", "mt_bench")
-    assert code == 2 and "--prompts mt_bench: its file is looked for in --data DIR" in errors
+    assert code == 2 and "--prompts mt_bench: a prompt set needs --data DIR" in errors
     code, _, errors = bench(capsys, monkeypatch, folder, "--data", folder, "--prompts", "humaneval")
     assert code == 2 and "prompt set 'humaneval': none of its files" in errors and len(errors.splitlines()) == 1
 
@@ -134,4 +134,4 @@ def test_draft_vocabularies_by_frequency(folder, capsys, monkeypatch):
     code, (row,), _ = bench(capsys, monkeypatch, folder, *arguments, "--draft-vocab", "40")
     assert (row["draft_vocab"], row["chosen"]) == (40, "listed") and code == 0
     code, _, errors = bench(capsys, monkeypatch, folder, *arguments)
-    assert code == 2 and "how many of its tokens? Give --draft-vocab" in errors
+    assert code == 2 and "expected --draft-vocab" in errors

@@ -50,7 +50,7 @@ def test_they_trace_as_one_node_each(one_rank):
 
 def test_no_gradient_passes(one_rank):
     x = torch.randn(3, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"no gradient passes a tensor-parallel layer .*; detach\(\) first"):
+    with pytest.raises(RuntimeError, match=r"tensor-parallel layers pass no gradients .*; detach\(\) first"):
         comm.all_reduce(x, one_rank.name).sum().backward()
 
 

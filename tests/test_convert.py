@@ -117,7 +117,7 @@ def test_what_convert_refuses(tmp_path: Path) -> None:
         convert(eagle, tmp_path / "b", "speculators")
     del tensors["lm_head.weight"]
     shared = lm.write(tmp_path / "s", lm.official_config(lm_head_from_target=True), tensors)
-    with pytest.raises(ValueError, match=r"leaves its lm_head to the target.*give its target as --target"):
+    with pytest.raises(ValueError, match=r"uses its target's lm_head.*give that target as --target"):
         convert(shared, tmp_path / "b", "speculators")
     broken = lm.write(tmp_path / "x", lm.official_config(), {**tensors, "extra": torch.ones(1)})
     with pytest.raises(ValueError, match=r"missing tensor lm_head.weight .*; unexpected tensor extra"):

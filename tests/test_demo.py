@@ -146,7 +146,7 @@ def test_a_line_that_is_not_utf8_ends_no_chat(monkeypatch):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("generate hi --device cuda:99", r"device='cuda:99': PyTorch .* sees \d+ CUDA devices here; take cpu or auto"),
+        ("generate hi --device cuda:99", r"device='cuda:99': PyTorch .* sees \d+ CUDA devices here; use cpu or auto"),
         ("demo --device tpu", "device='tpu': expected auto, cpu, cuda"),
         ("bench latency --device tpu", "device='tpu': expected auto, cpu, cuda"),
         ("chat --device nosuch", "device='nosuch': expected auto, cpu, cuda"),

@@ -92,7 +92,7 @@ def test_nextn_heads_are_of_every_family(name):
 
 def test_a_nextn_head_whose_layer_attends_twice_is_refused_by_name():
     model = tiny_model("diffllama")
-    with pytest.raises(ValueError, match=r"DiffLlamaDecoderLayer attends 2 times .*: no NextN layer fits; take eagle"):
+    with pytest.raises(ValueError, match=r"DiffLlamaDecoderLayer attends 2 times .*: no NextN layer fits; use eagle"):
         specdec.attach(model, NextNHead(model), max_seq_len=64)
 
 

@@ -37,7 +37,7 @@ def test_what_rounding_does_to_a_model_is_allowed_and_no_more(frequency, least, 
 
 def test_it_is_said_on_which_side_rows_are_not_finite():
     whole, broken = layers(0), layers(0, scale=torch.where(torch.arange(32) == 5, torch.nan, 1.0).unsqueeze(1))
-    for live, ours, told in ((whole, broken, "1 are not finite compiled, 0 in"), (broken, whole, "0 are .* 1 in")):
+    for live, ours, told in ((whole, broken, "1 are not finite when compiled, 0 in"), (broken, whole, "0 are .* 1 in")):
         with pytest.raises(GraphError, match=rf"of 32 rows {told}"):
             compare(ours, expect(live, [(ROWS,)]))
 

@@ -193,7 +193,7 @@ def test_mistakes_in_a_setup_are_named():
     for wrong in ((4, 2), (0, 2), (2, 2)):
         with pytest.raises(ValueError, match=r"buckets=.*: expected sizes of at least 1, ascending"):
             make(buckets=wrong)
-    with pytest.raises(ValueError, match=r"inputs \['x', 'x'\]: expected names that differ"):
+    with pytest.raises(ValueError, match=r"inputs \['x', 'x'\]: expected distinct names"):
         make(inputs=(X, X))
     with pytest.raises(ValueError, match=r"pad=0.5 of input 'x': torch.int64 holds 0 instead"):
         BufferSpec("x", lambda n: (n,), torch.int64, pad=0.5)
@@ -208,7 +208,7 @@ def test_mistakes_in_a_setup_are_named():
     with pytest.raises(ValueError, match="device='cpu': CUDA graphs need a CUDA device; use RecordedCapture"):
         FullCapture(torch.device("cpu"))
     for buckets in (batch_buckets, token_buckets):
-        with pytest.raises(ValueError, match="0 at most: expected sizes of at least 1"):
+        with pytest.raises(ValueError, match="at most 0: expected sizes of at least 1"):
             buckets(0)
     runner = GraphRunner(
         "toy", Toy(Counters()), [X], Setup(RecordedCapture(), Counters(), DEVICE, BUCKETS, strict=True)
@@ -315,13 +315,13 @@ def test_out_of_memory_names_the_bucket_and_smaller_ones_still_work(error, run):
 def test_what_cannot_be_captured_is_said_once_and_runs_eagerly():
     body = failing(RuntimeError("operation not permitted when stream is capturing\nhelp"), {8}, 2)
     with pytest.warns(
-        UserWarning, match=r"no graph for toy of 8: it does what cannot be captured \(operation"
+        UserWarning, match=r"no graph for toy of 8: it does something that cannot be captured \(operation"
     ) as caught:
         runner, _, counters = make(body=body)
     assert len(caught) == 1
     for num in (8, 4, 2, 1):
         assert torch.equal(runner("", {"x": x_of(num)}), x_of(num) * 2)
-    assert counters.runners["toy"].rejects == {"it does what cannot be captured": 4}
+    assert counters.runners["toy"].rejects == {"it does something that cannot be captured": 4}
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("host read")])
@@ -360,7 +360,9 @@ def test_a_host_read_in_a_capture_spoils_nothing_else():
         counters, capture = Counters(), pick_capture(True, DEVICE)
         setup = Setup(capture, counters, DEVICE, BUCKETS)
         bad, good = GraphRunner("bad", reads, [X], setup), GraphRunner("good", lambda variant, x: x * 3, [X], setup)
-        with pytest.warns(UserWarning, match="no graph for bad of 8: it does what cannot be captured") as caught:
+        with pytest.warns(
+            UserWarning, match="no graph for bad of 8: it does something that cannot be captured"
+        ) as caught:
             build([bad, good], capture, lower="something")
         assert len([w for w in caught if "no graph" in str(w.message)]) == 1
         for num in (8, 3, 1):

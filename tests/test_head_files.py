@@ -42,7 +42,7 @@ def test_layouts_are_told_by_tensors(tmp_path: Path) -> None:
     assert detect_algo(gguf) == detect_algo("bundled") == inspect(gguf).layout == "standalone"
     with pytest.raises(ValueError, match="a whole model, not a head: load it with load_pretrained"):
         load(plain, "deepseek_v3")
-    with pytest.raises(ValueError, match="transformers drops it when it saves a model; take the original repository"):
+    with pytest.raises(ValueError, match="transformers drops it when it saves a model; use the original repository"):
         load(plain, "deepseek_v3", algo="nextn")
     with pytest.raises(ValueError, match="algo='eagle3', but it holds 'nextn and standalone'"):
         load(both, "deepseek_v3", algo="eagle3")
@@ -179,7 +179,7 @@ def test_a_head_takes_the_place_of_another_only_if_told(tmp_path: Path) -> None:
     save_head(tmp_path, head, dtype=torch.float32, overwrite=True)
     assert inspect(tmp_path).layout == "eagle3" and set(listing(tmp_path)) == set(before)
     (tmp_path / "model.safetensors.index.json").write_text("{}")  # readers look there first
-    with pytest.raises(ValueError, match=r"holds model.safetensors.index.json, which readers would follow"):
+    with pytest.raises(ValueError, match=r"holds model.safetensors.index.json, which readers would load instead"):
         save_head(tmp_path, head, dtype=torch.float32, overwrite=True)
     with pytest.raises(ValueError, match="is a file: expected a folder"):
         save_head(tmp_path / "config.json", head, dtype=torch.float32)

@@ -109,7 +109,7 @@ def test_scores_read_chats_as_generate_does(model):
     with specdec.attach(model, tokenizer=make_processor(), **ON) as engine:
         (of_chat,), (of_ids,) = (engine.score(prompt, ["w20 w21"]) for prompt in (chat(), [7, 8, 9]))
         assert of_chat == of_ids
-        with pytest.raises(ValueError, match="pixel_values: the engine reads text alone"):
+        with pytest.raises(ValueError, match="pixel_values: the engine reads only text"):
             engine.score(chat({"type": "image", "image": picture(0)}), [[5]])
 
 
@@ -136,7 +136,7 @@ def test_folders_are_loaded_with_their_processor(model, processor, tmp_path):
     assert type(loaded) is type(model) and tokenizer.image_token == "<image>"
     assert type(read_processor(tmp_path, loaded)) is LlavaProcessor
     (tmp_path / "processor_config.json").write_text("[]")
-    with pytest.warns(UserWarning, match="images are not read: its processor cannot be loaded"):
+    with pytest.warns(UserWarning, match="images are not supported: its processor cannot be loaded"):
         assert read_processor(tmp_path, loaded) is None
 
 
@@ -159,8 +159,8 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch, t
             == engine.generate(chat(), max_new_tokens=8, ignore_eos=True).texts[0]
         )
         for images, told in (
-            ([part("https://host/cat.png")], "'url': 'https://host/cat.png'}: this server fetches nothing"),
-            ([part("file:///etc/passwd")], "this server fetches nothing"),
+            ([part("https://host/cat.png")], "'url': 'https://host/cat.png'}: this server fetches no URLs"),
+            ([part("file:///etc/passwd")], "this server fetches no URLs"),
             ([part("data:image/png,abc")], "expected base64"),
             ([part("data:image/png;base64,???")], "no image of a known kind"),
             ([part("data:image/png;base64,aGVsbG8=")], "no image of a known kind"),

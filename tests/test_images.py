@@ -159,14 +159,14 @@ def test_what_cannot_be_read_is_refused_by_name(models):
         ):
             with pytest.raises(ValueError, match=told):
                 engine.generate(given, **OPTIONS)
-        with pytest.raises(ValueError, match="pixel_values: they go with input_ids"):
+        with pytest.raises(ValueError, match="pixel_values: only valid with input_ids"):
             engine.generate("a text", pixel_values=first["pixel_values"])
         with pytest.raises(ValueError, match="image_grid_thw, mm_token_type_ids, pixel_values: the engine reads"):
             engine.score(first, [[5]])
         with engine.install(), pytest.raises(ValueError, match="inputs_embeds"):
             model.generate(**first, inputs_embeds=first["pixel_values"])
     with specdec.attach(tiny_model("llama").to(DEVICE), **ON) as engine:
-        with pytest.raises(ValueError, match="pixel_values: the engine reads text alone"):
+        with pytest.raises(ValueError, match="pixel_values: the engine reads only text"):
             engine.generate({"input_ids": [[5]], "pixel_values": first["pixel_values"]})
         with pytest.raises(ValueError, match="pixel_values"):
             engine.generate([5], pixel_values=first["pixel_values"])

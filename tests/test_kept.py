@@ -141,7 +141,7 @@ def keeps_elsewhere(why):
     """Whether Inductor's folder is another, and a warning says `why`, where pieces are to be kept."""
     where = kept.folder(CPU)
     with (
-        pytest.warns(UserWarning, match=f"not kept for the next process: .*{why}.* Set SPECDEC_CACHE"),
+        pytest.warns(UserWarning, match=f"not cached for later processes: .*{why}.* Set SPECDEC_CACHE"),
         kept.keeping(where),
     ):
         path = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])

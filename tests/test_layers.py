@@ -98,7 +98,9 @@ def test_layers_that_are_not_equal_are_walked_as_they_are(walks, cls):
     """They look equal; the graphs of the first and the last tell."""
     model = Stack(*[2.0] * 4, cls=cls)
     if cls is Keeps:
-        with pytest.raises(specdec.GraphError, match="it keeps tensors elsewhere"):  # the whole is refused, too
+        with pytest.raises(
+            specdec.GraphError, match="it stores tensors besides its outputs"
+        ):  # the whole is refused, too
             traced_layers(model)
     else:
         assert traced_layers(model)[1] == 0

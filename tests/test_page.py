@@ -128,7 +128,7 @@ def test_every_section_is_there(rendered):
     assert re.findall(r'<a href="#([\w-]+)"', html) == anchors
     assert html.count("<svg") == len(figures) == html.count("<figure>")
     titles = ("tau by position, chain S=3, gsm8k, T=0", "tau by context", "Acceptance by position")
-    titles += ("Prefill: time to the first token", "A round beside its floor", "Tokens/s against batch")
+    titles += ("Prefill: time to the first token", "A round and its floor", "Tokens/s against batch")
     titles += ("Memory of captured graphs", "Tokens/s by way", "Correct answers by mode")
     titles += ("Likelihood against the first mode", "Attaching")
     titles += ("tau by draft and shape",)

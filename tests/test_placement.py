@@ -55,7 +55,7 @@ def test_weights_without_values_are_refused():
 def test_models_on_several_devices_are_refused():
     model = tiny_model("llama")
     model.model.layers[2].to("cuda")
-    refused(model, r"it lies on 2 devices \(.* on cpu, .* on cuda:0\); an engine runs on one")
+    refused(model, r"it is on 2 devices \(.* on cpu, .* on cuda:0\); an engine runs on one")
 
 
 def test_devices_are_counted(monkeypatch):
@@ -68,7 +68,7 @@ def test_devices_are_counted(monkeypatch):
     model = tiny_model("llama")
     tensors = [*placement._tensors(model), ("model.layers.3.mlp.up_proj.weight", There())]
     monkeypatch.setattr(placement, "_tensors", lambda model: tensors)
-    refused(model, r"it lies on 2 devices \(model.embed_tokens.weight on cpu, model.layers.3.\S+ on cuda:1\).*one: ")
+    refused(model, r"it is on 2 devices \(model.embed_tokens.weight on cpu, model.layers.3.\S+ on cuda:1\).*one: ")
 
 
 class Packed(nn.Module):

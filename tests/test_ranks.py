@@ -60,14 +60,14 @@ def test_other_arguments_and_other_places_are_errors_on_all(make):
     ranks = make(3)
     errors = on_all(ranks, lambda r: r.same("generate()", [1, r.rank == 1]))
     assert {type(e) for e in errors} == {ValueError}
-    assert str(errors[0]) == "generate(): rank 1 got other arguments than rank 0; give all ranks the same"
+    assert str(errors[0]) == "generate(): rank 1 got arguments that differ from rank 0's; give all ranks the same"
     errors = on_all(ranks, lambda r: r.meet("detach()" if r.rank == 2 else "generate()"))
     assert {type(e) for e in errors} == {RankError} and "rank 2 to 'detach()'" in str(errors[0])
 
 
 def test_a_rank_that_does_not_come_is_named(make):
     ours, theirs = make(timeout_s=0.3)
-    with pytest.raises(RankError, match=r"generate\(\): rank 1 did not come within 0.3 s"):
+    with pytest.raises(RankError, match=r"generate\(\): rank 1 did not arrive within 0.3 s"):
         ours.meet("generate()")
     assert theirs.rank == 1
 
@@ -204,7 +204,7 @@ def test_a_rank_without_signs_of_life_is_named(make, monkeypatch):
     ours._late()  # has seen it alive
     theirs._is_over.set()  # as a killed process would
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"a round: rank 1 gives no sign of life for 0.5 s: it is gone"):
+    with pytest.raises(RankError, match=r"a round: rank 1 has sent no heartbeat for 0.5 s: it is gone"):
         ours.wait(lambda: False, "a round")
     assert time.monotonic() - start < 2
 
@@ -228,7 +228,7 @@ def test_a_wait_ends_when_it_is_done_or_too_long(make):
     ours, _ = make(timeout_s=0.3)
     end = time.monotonic() + 0.05
     ours.wait(lambda: time.monotonic() > end, "a round")
-    with pytest.raises(RankError, match=r"nothing came back for 0.3 s; all ranks give signs of life"):
+    with pytest.raises(RankError, match=r"nothing came back for 0.3 s; all ranks send heartbeats"):
         ours.wait(lambda: False, "a round")
 
 

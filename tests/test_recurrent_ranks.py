@@ -246,7 +246,7 @@ def test_weights_that_are_written_while_ranks_have_copies_are_named(played):
     for told in (p["written"] for p in played):
         for error, key in zip(told, ("A_log", "in_proj_z.weight"), strict=True):
             assert f"GraphError: the model has changed since attach(): model.layers.2.linear_attn.{key} (" in error
-            assert "(written); 1 in all: each rank has copies of its part" in error
+            assert "(written); 1 in all: each rank keeps the copy of its heads" in error
 
 
 def test_mixers_that_were_converted_stay_converted(played):

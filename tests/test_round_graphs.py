@@ -414,7 +414,7 @@ def test_detach_frees_everything_at_once():
 def test_synthetic_acceptance_keeps_its_rates(shape, graphs):
     rates = (0.8, 0.5, 0.2)
     settings = {"max_batch": 32, "graph_batches": (32,), "cuda_graph": graphs, "synthetic_acceptance": rates}
-    with pytest.warns(UserWarning, match="text means nothing"):
+    with pytest.warns(UserWarning, match="texts are meaningless"):
         engine = engine_of(model_of(), shape, **settings)
     out = engine.generate([[7, 8, 9]] * 96, max_new_tokens=60, ignore_eos=True)
     assert all(len(t) == 60 for t in out.tokens)
@@ -453,7 +453,7 @@ def test_imposed_paths_on_a_hand_made_output():
         ({"synthetic_acceptance": ("0.5", "0.4", "0.3")}, "expected a list of shares"),
         ({"synthetic_acceptance": (0.5, 0.4, 0.3), "topk": 2, "num_draft_tokens": 3}, "no more than 2 drafts"),
         ({"synthetic_acceptance": (0.5, 0.4)}, "expected num_steps=3 shares"),
-        ({"synthetic_acceptance": (0.5, 0.6, 0.1)}, "none above the one before"),
+        ({"synthetic_acceptance": (0.5, 0.6, 0.1)}, "non-increasing shares"),
         ({"synthetic_acceptance": (1.2, 0.6, 0.1)}, "shares of rounds from 1 to 0"),
     ],
 )

@@ -17,7 +17,7 @@ from tests.tiny_models import COUNTED, DEVICE, OWN_METHODS, REPEATED, WINDOW, ti
 
 ALL = (*OWN_METHODS, *REPEATED, *COUNTED)
 NUM_TOKENS = 12
-TWO_ANSWERS = "ignore:RobertaForCausalLM has two answers"
+TWO_ANSWERS = "ignore:RobertaForCausalLM numbers positions in two ways"
 pytestmark = pytest.mark.filterwarnings(TWO_ANSWERS)
 
 
@@ -145,7 +145,7 @@ def test_answers_nest_and_are_taken_back():
 
 
 def test_roberta_is_warned_about():
-    with pytest.warns(UserWarning, match="two answers to a text"):
+    with pytest.warns(UserWarning, match="numbers positions in two ways"):
         specdec.attach(tiny_model("roberta")).detach()
 
 

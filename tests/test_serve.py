@@ -338,7 +338,7 @@ def test_the_load_reads_streams_of_other_servers():
 HALF = [{"role": "user", "content": "\ud800"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 BAD_CHATS = [  # fields, the field at fault, what the message says
-    ({"foo": 1}, None, "foo: this server knows no such field"),
+    ({"foo": 1}, None, "foo: unknown field"),
     ({"n": 0}, "n", "from 1 to 128"),
     ({"n": True}, "n", "integer"),
     ({"n": 100}, None, "100 texts at once"),

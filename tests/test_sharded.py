@@ -147,8 +147,8 @@ def test_unknown_styles_are_all_refused_by_name(ranks: list[dict[str, Any]]) -> 
     for facts in facts_of(ranks, "refused"):
         assert facts["message"].startswith("AttachError: cannot attach Qwen3ForCausalLM: ")
         for part in (
-            "model.layers.1.mlp (Qwen3MLP) is parallel in a style that is not known here, PackedRowwiseParallel(",
-            "model.layers.2.mlp (Qwen3MLP) is parallel in a style that is not known here, _OtherStyle(",
+            "model.layers.1.mlp (Qwen3MLP) is parallel in an unknown style, PackedRowwiseParallel(",
+            "model.layers.2.mlp (Qwen3MLP) is parallel in an unknown style, _OtherStyle(",
             "ColwiseParallel(input_layouts=R, output_layouts=S(-1), use_local_output=False): load it with a tp_plan",
             "model.layers.3.mlp.up_proj.weight is sharded (S(0)), but its forward is not one of HF's",
         ):

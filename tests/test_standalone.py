@@ -96,9 +96,7 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(folder, 
     (folder / "mine.py").write_text("raise AssertionError('ran')")
     load_pretrained(folder)  # transformers has a tokenizer of its own for this kind of model
     (folder / "config.json").unlink()
-    with pytest.raises(
-        specdec.CheckpointError, match="it brings code of its own, which is not run here; read the code"
-    ):
+    with pytest.raises(specdec.CheckpointError, match="it needs custom code, which is not run here; read that code"):
         read_tokenizer(folder)
 
 
@@ -161,7 +159,7 @@ def test_a_checkpoint_without_mtp_layers_says_what_was_looked_for(folder):
     model = tiny_model("qwen3")
     with pytest.raises(ValueError, match="is a draft for 'standalone': an MTP layer is not in this checkpoint") as why:
         specdec.attach(model, folder, algo="nextn")
-    for name in ("mtp.fc.*", "model.layers.N.eh_proj.*", "model.mtp_layers.0.", "take the original repository"):
+    for name in ("mtp.fc.*", "model.layers.N.eh_proj.*", "model.mtp_layers.0.", "use the original repository"):
         assert name in str(why.value)
     with pytest.raises(ValueError, match=r"is a draft for 'standalone'$"):
         specdec.attach(model, folder, algo="eagle")

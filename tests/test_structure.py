@@ -128,7 +128,7 @@ def test_a_special_token_that_ends_texts_may_end_those_that_may_call(served, cho
 
 def test_tools_that_are_too_large_for_a_grammar_leave_the_text_free(served):
     fields = {"tools": [tool_with({"description": "x" * 2**18})], "max_tokens": 2}
-    with pytest.warns(UserWarning, match=r"calls of tools are not constrained: tools: lark: 26.* characters"):
+    with pytest.warns(UserWarning, match=r"tool calls are not constrained: tools: lark: 26.* characters"):
         assert ask(served, **fields).choices[0].finish_reason == "length"
     with pytest.raises(openai.BadRequestError, match=r"tools: lark: 26.* characters: expected at most") as caught:
         ask(served, tool_choice="required", **fields)
@@ -452,8 +452,8 @@ def test_what_a_model_or_server_cannot_do_is_refused_by_name():
     engine = one_of(tokenizer)
     with serving(engine, name="m") as served:
         for fields, message in (
-            ({"tools": TOOLS}, "tools: the chat template of this model takes none"),
-            ({"response_format": {"type": "json_object"}}, "response_format: this server constrains no text"),
+            ({"tools": TOOLS}, "tools: this model's chat template has no known tool format"),
+            ({"response_format": {"type": "json_object"}}, "response_format: this server does not constrain text"),
         ):
             with pytest.raises(openai.BadRequestError, match=message):
                 ask(served, **fields)

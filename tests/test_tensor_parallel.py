@@ -360,7 +360,7 @@ OTHERS = [("prompts", "generate()"), ("stops", "generate()"), ("settings", "atta
 
 @pytest.mark.parametrize(("what", "call"), OTHERS)
 def test_other_arguments_are_refused_on_all_ranks(played, what, call):
-    told = f"ValueError: {call}: rank 1 got other arguments than rank 0; give all ranks the same"
+    told = f"ValueError: {call}: rank 1 got arguments that differ from rank 0's; give all ranks the same"
     assert [p[what] for p in played] == [told, told]
     assert played[0]["goes on"] == played[1]["goes on"]
 
@@ -413,5 +413,5 @@ def test_a_graph_that_one_rank_cannot_make_is_used_by_none(played, expected):
 def test_a_rank_that_is_killed_is_named(outcome):
     (ours, _), codes = outcome
     assert codes == [0, -signal.SIGKILL]
-    assert ours["killed"].startswith("RankError") and "rank 1 gives no sign of life" in ours["killed"]
+    assert ours["killed"].startswith("RankError") and "rank 1 has sent no heartbeat" in ours["killed"]
     assert ours["killed_s"] < 20

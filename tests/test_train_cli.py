@@ -261,14 +261,14 @@ def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path
         fit(folder, "eagle", tmp_path / "h", "--max-steps", 1, "--resume")
     checkpoint.unlink()
     for args in (run, ["data", "--out", corpus, *run[5:]]):
-        with pytest.raises(ValueError, match=r"is there already: train on it with .*fit --corpus.*--overwrite"):
+        with pytest.raises(ValueError, match=r"exists already: train on it with .*fit --corpus.*--overwrite"):
             invoke(*args)
     with pytest.raises(ValueError, match=r"there is no checkpoint .* to resume"):
         invoke("fit", "--corpus", "nowhere", *run[1:5], "--resume")
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({name: [5, 6] for name in LOGGED}), "utf-8")
     fit(folder, "eagle", tmp_path / "head", "--max-steps", 1)
-    with pytest.raises(ValueError, match=r"h.corpus.safetensors' is there already"):
+    with pytest.raises(ValueError, match=r"h.corpus.safetensors' exists already"):
         invoke("adapt", folder / "target", tmp_path / "head", "--from-log", log, "--out", tmp_path / "h")
     assert corpus.read_bytes() == b"hours of work"
     (tmp_path / "mine" / "custom_generate").mkdir(parents=True)
@@ -302,7 +302,7 @@ def test_a_draft_that_cannot_be_made_is_told_before_its_corpus_is(folder: Path, 
     where = ["--target", folder / "target", *SHORT[-4:], "--out", tmp_path / "h"]
     questions = ["--max-new-tokens", 12, "--max-steps", 1, "--gsm8k", folder / "questions.jsonl"]
     for options, said in (
-        (["--algo", "standalone"], "64 wide; take that or less"),
+        (["--algo", "standalone"], "64 wide; use that or less"),
         (["--algo", "eagle3"], "name three in aux_layers"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -82,12 +82,12 @@ def test_links_of_a_hub_snapshot_are_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["~nouser-at-all/head", "/" + "x" * 300, "x" * 300, "a\0b/c", 5, None, b"head", ""])
 def test_paths_that_are_none(path: Any) -> None:
     for call in (detect_algo, inspect, lambda p: load_draft(p, dtype=torch.float32, device="cpu")):
-        with pytest.raises(ValueError, match=r"that is no path|expected the path|no such folder|cannot be read"):
+        with pytest.raises(ValueError, match=r"it is not a path|expected the path|no such folder|cannot be read"):
             call(path)
     if path is not None:
         model = tiny_model("llama")
         with pytest.raises(
-            ValueError, match=r"that is no path|draft is a (int|bytes)|expected the path|no such folder"
+            ValueError, match=r"it is not a path|draft is a (int|bytes)|expected the path|no such folder"
         ):
             specdec.attach(model, path)
         specdec.attach(model, max_seq_len=64).detach()
@@ -272,7 +272,7 @@ def test_a_whole_draft_of_nan(tmp_path: Path) -> None:
     for given in (draft, tmp_path):
         with (
             pytest.warns(UserWarning, match="2 tensors hold NaN or infinity"),
-            pytest.raises(specdec.AttachError, match=r"its logits are NaN; 2 tensors hold NaN.*: take another export"),
+            pytest.raises(specdec.AttachError, match=r"its logits are NaN; 2 tensors hold NaN.*: use another export"),
         ):
             specdec.attach(model, given)
     specdec.attach(model, max_seq_len=64).detach()
@@ -300,14 +300,14 @@ def changed(files: Path, folder: Path, **changes: Any) -> Path:
 WHOLE: dict[str, tuple[dict[str, Any], str]] = {
     "more layers": ({"num_hidden_layers": 5}, r"missing tensor model.layers.4.*; and 4 more tensors; config.json and"),
     "another width": ({"intermediate_size": 100}, r"model.layers.0.mlp.* has shape \(.*96.*\), config.json means"),
-    "a size that is text": ({"hidden_size": "64"}, "config.json describes no causal LM"),
-    "no head": ({"num_attention_heads": 0}, "config.json describes no causal LM"),
+    "a size that is text": ({"hidden_size": "64"}, "config.json does not describe a causal LM"),
+    "no head": ({"num_attention_heads": 0}, "config.json does not describe a causal LM"),
     "layers without end": ({"num_hidden_layers": 10**30}, "more layers than 4096"),
     "memory without end": ({"intermediate_size": 10**9}, r"a model of [\d,]+ parameters, the weights are [\d,]+ bytes"),
-    "an unknown model": ({"model_type": "nothing"}, "config.json describes no causal LM"),
+    "an unknown model": ({"model_type": "nothing"}, "config.json does not describe a causal LM"),
     "code of its own": (
         {"model_type": "mine", "auto_map": {"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"}},
-        "it brings code of its own, which is not run here; read the code, load model and tokenizer yourself",
+        "it needs custom code, which is not run here; read that code, load model and tokenizer yourself",
     ),
 }
 
@@ -353,7 +353,7 @@ def test_gguf_files_that_are_cut(tmp_path: Path) -> None:
     for length in (0, 10, 1000, len(data) // 2):
         file = tmp_path / "draft.gguf"
         file.write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match=r"draft.gguf cannot be read as a causal LM; download it anew"):
+        with pytest.raises(CheckpointError, match=r"draft.gguf cannot be read as a causal LM; download it again"):
             load_draft(file, dtype=torch.float32, device="cpu")
 
 

@@ -76,7 +76,7 @@ def keeping(where: Path) -> Iterator[None]:
     why = _why_unusable(where)
     if why:
         warnings.warn(
-            f"compiled layers are not kept for the next process: {why}. Set SPECDEC_CACHE to a folder of your own",
+            f"compiled layers are not cached for later processes: {why}. Set SPECDEC_CACHE to a folder of your own",
             stacklevel=2,
         )
         where = Path(mkdtemp(prefix="specdec-"))
@@ -89,7 +89,7 @@ def _why_unusable(where: Path) -> str:
     """Create the folder `where`, private to the user; return why it cannot be used, "" if it can. Whoever can write
     there could make us run code."""
     if NOWHERE in where.parents:
-        return "there is no home folder to keep them in"
+        return "there is no home folder"
     base = where.parents[where.parts[::-1].index(FOLDER)] if FOLDER in where.parts else where
     try:
         base.parent.mkdir(parents=True, exist_ok=True)

@@ -189,7 +189,7 @@ def _walk_layer(layer: nn.Module, calls: Sequence[Call], which: int, fakes: Fake
     dims = list(zip(leaves, dynamic, strict=True))
     graph, tensors, mode = walk(run, args, dims, sizes, kwargs, layer, fakes, follows=which > 0)
     if len(next(n for n in graph.graph.nodes if n.op == "output").args[0]) != 1:
-        raise GraphError("a layer keeps tensors elsewhere")
+        raise GraphError("a layer stores tensors besides its outputs")
     for op in fakes.ops:
         number(graph, op, [0] * len(_calls(graph, op)))
     known: dict[int, tuple[str, Any]] = {}

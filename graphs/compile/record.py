@@ -94,7 +94,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
                 is_kept |= any(isinstance(x, FakeTensor) for x in tree_leaves(space.pop(key, None)))
                 space.update({key: old[key]} if key in old else {})
     if is_kept:
-        raise GraphError("it keeps tensors elsewhere")
+        raise GraphError("it stores tensors besides its outputs")
 
 
 class _Recorder(TorchFunctionMode):

@@ -117,8 +117,8 @@ def trace(
         returned = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
         if returned != num_outputs:
             raise GraphError(
-                f"its trace returns {returned} tensors, {num_outputs} were expected: it keeps tensors elsewhere, or "
-                "returns one twice"
+                f"its trace returns {returned} tensors, {num_outputs} were expected: it stores tensors besides its "
+                "outputs, or returns one twice"
             )
         return graph, args
 

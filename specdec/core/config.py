@@ -161,7 +161,7 @@ class EngineConfig:
         if self.synthetic_acceptance is not None:
             if self.grammar is not None:
                 raise ValueError(
-                    f"grammar={self.grammar!r} with synthetic_acceptance: such text follows no grammar; leave one out"
+                    f"grammar={self.grammar!r} with synthetic_acceptance: its text follows no grammar; leave one out"
                 )
             self._check_rates(self.synthetic_acceptance)
 
@@ -179,8 +179,8 @@ class EngineConfig:
     def _check_rates(self, rates: tuple[float, ...]) -> None:
         if len(rates) != self.num_steps or any(a < b for a, b in pairwise(rates)):
             raise ValueError(
-                f"synthetic_acceptance={rates!r}: expected num_steps={self.num_steps} shares of rounds from 1 to 0, "
-                "none above the one before (position j is accepted only if j-1 is)"
+                f"synthetic_acceptance={rates!r}: expected num_steps={self.num_steps} non-increasing shares of "
+                "rounds from 1 to 0 (position j is accepted only if j-1 is)"
             )
         if any(rates[self.verify_width - 1 :]):
             raise ValueError(
@@ -328,6 +328,6 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "check_kernels": FLAG,
         "logprobs": optional(whole(0, MAX_TOP)),
         "digests": FLAG,
-        "synthetic_acceptance": optional(list_of(real(0, 1), "shares of rounds from 1 to 0, one a draft step")),
+        "synthetic_acceptance": optional(list_of(real(0, 1), "shares of rounds from 1 to 0, one per draft step")),
     }
 )

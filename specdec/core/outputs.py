@@ -206,8 +206,8 @@ class Report:
             f"backend    {self.backend} ({self.backend_reason})",
             "config     " + ", ".join(f"{k}={v}" for k, v in self.config.items()),
             "generation "
-            + (", ".join(f"{k}={v}" for k, v in self.generation.items()) or "nothing set")
-            + " (the model's own; SamplingParams replace all but EOS)",
+            + (", ".join(f"{k}={v}" for k, v in self.generation.items()) or "no defaults")
+            + " (set by the model; SamplingParams override all but EOS)",
             f"KV pool    {self.kv_bytes / 2**20:.1f} MiB, {self.num_free_pages} of {self.num_pages} pages free"
             + f", {self.latents} layers of latents" * bool(self.latents),
             f"tau        {self.acceptance.tau:.3f} over {self.acceptance.num_rounds} rounds, a_j = "
@@ -218,13 +218,13 @@ class Report:
             f"bits       {self.bits}",
         ]
         if self.prefix_cache:
-            text = "{kept} tokens kept, {found} of {asked} prompt tokens found"
+            text = "{kept} tokens cached, hits for {found} of {asked} prompt tokens"
             lines.append(f"prefixes   {text.format(**self.prefix_cache)}")
         if self.preemption["preemptions"]:
             text = "{preemptions} preemptions, {recomputed_tokens} tokens prefilled again"
             lines.append(f"preempted  {text.format(**self.preemption)}")
         if self.grammar:
-            text = "{rounds} rounds: masks {mask_ms:.2f} ms, after {wait_ms:.2f} ms, {late_ms:.2f} ms late; "
+            text = "{rounds} rounds: mask {mask_ms:.2f} ms, host wait {wait_ms:.2f} ms, device wait {late_ms:.2f} ms; "
             text += "{forced_tokens} tokens forced; {trusted_rounds} rounds without masks, {undone} undone"
             lines.append(f"grammar    {text.format(**self.grammar)}")
         if self.policy:
@@ -246,7 +246,7 @@ class Report:
         for name, c in self.runners.items():
             rejects = ", ".join(f"{reason}: {n}" for reason, n in c["rejects"].items()) or "-"
             lines.append(f"{name:15s} {c['replays']:8d} {c['eager']:8d}  {rejects}")
-        lines.append("forward mode     replays    eager  (those in a graph that is replayed count as replays)")
+        lines.append("forward mode     replays    eager  (forwards inside a replayed graph count as replays)")
         for mode, path in self.paths.items():
             lines.append(f"{mode:15s} {path['replays']:8d} {path['eager']:8d}  {path['attention']}")
         return "\n".join(lines)

@@ -199,7 +199,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "logit_bias": mapping_of(
             TOKEN,
             real(-math.inf, _HUGE),
-            f"token ids (integers >= 0) to what is added to their logits, up to {_HUGE:g}; -inf bans a token",
+            f"token ids (integers >= 0) to biases of their logits, up to {_HUGE:g}; -inf bans a token",
         ),
     }
 )

@@ -156,9 +156,7 @@ def attend_tails(
     """
     m, group = metadata, layer.num_heads // layer.num_kv_heads
     if m.path_slots is None:
-        raise ValueError(
-            "ancestor_bits without tail_depths: the paths of a tree need the depths of its tail, give both"
-        )
+        raise ValueError("ancestor_bits without tail_depths: a tree needs both; pass tail_depths")
     args = (
         *pools,
         m.path_slots,

@@ -118,7 +118,9 @@ def _constraints(
         return [None] * len(laws)
     given = _per_prompt("grammar", grammar, len(laws))
     if not eos and any(g is not None for g in given):
-        raise ValueError("grammar without EOS (ignore_eos=True, or eos_token_id=None): a complete text ends with it")
+        raise ValueError(
+            "grammar without EOS (ignore_eos=True, or eos_token_id=None): a complete text must end with EOS"
+        )
     return [None if g is None else _constraint(core, g, eos, law) for g, law in zip(given, laws, strict=True)]
 
 
@@ -134,7 +136,7 @@ def _refuse_two_laws(settings: dict[str, Any]) -> None:
     both = sorted((HONOURED - {*LENGTHS, "eos_token_id", "stop_strings"}) & settings.keys())
     if both:
         raise ValueError(
-            f"sampling=SamplingParams(...) together with {', '.join(both)}: say it in one of the two; "
+            f"sampling=SamplingParams(...) together with {', '.join(both)}: give them in one place; "
             "SamplingParams has these fields, too"
         )
 
@@ -203,7 +205,7 @@ def _checked_prompts(core: Core, batch: list[list[int]], limits: list[Any]) -> l
         if total > core.config.max_seq_len:
             raise CapacityError(
                 f"prompt {i} has {len(ids)} tokens and may emit {limit}: {total} exceed "
-                f"max_seq_len={core.config.max_seq_len}; shorten it, lower max_new_tokens, or attach with more"
+                f"max_seq_len={core.config.max_seq_len}; shorten it, lower max_new_tokens, or raise max_seq_len"
             )
         core.slot_tables.check_fits(core.scheduler.slots_needed(total, 0))
     return [np.array([*ids, 0], dtype=np.int64) for ids in batch]

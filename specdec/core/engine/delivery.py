@@ -102,6 +102,6 @@ def failure_of(error: BaseException) -> Exception:
     """Return what callers of the requests that `error` has ended get; an interrupt is for the thread it came to."""
     if isinstance(error, Exception):
         return error
-    failure = RuntimeError(f"a step was broken off by {type(error).__name__}; generate this request again")
+    failure = RuntimeError(f"a step was interrupted by {type(error).__name__}; generate this request again")
     failure.__cause__ = error
     return failure

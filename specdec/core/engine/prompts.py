@@ -31,7 +31,7 @@ def read_prompts(
     given = {name: value for name, value in given.items() if value is not None}
     if given:
         if isinstance(prompts, str | Mapping) or is_chat(prompts):
-            raise ValueError(f"{', '.join(sorted(given))}: they go with input_ids, a tensor [B, T], not with text")
+            raise ValueError(f"{', '.join(sorted(given))}: only valid with input_ids, a tensor [B, T], not with text")
         prompts = {"input_ids": prompts, **given}
     several = prompts if isinstance(prompts, list | tuple) and not is_chat(prompts) else [prompts]
     if not any(_is_mapping(p) or (processor is not None and is_chat(p)) for p in several):
@@ -39,7 +39,7 @@ def read_prompts(
     if attention_mask is not None:
         if not _is_mapping(prompts):
             raise ValueError(
-                "attention_mask goes with input_ids (a tensor or lists of ints), not with chats and images"
+                "attention_mask: only valid with input_ids (a tensor or lists of ints), not with chats and images"
             )
         several = [{**prompts, "attention_mask": attention_mask}]
     found, read = Prompts([], []), dict[int, Prompts]()
@@ -108,23 +108,23 @@ def embed_prompts(core: Core, requests: Sequence[Request], inputs: Mapping[str, 
     """Set the embeddings of `requests` from image `inputs`, whose rows they are, once or more. ValueError for images
     that this engine cannot serve."""
     if core.target.group:
-        raise ValueError("images: a sharded model reads none; attach it whole, or call model.generate for it")
+        raise ValueError("images: not supported with a sharded model; attach it whole, or call model.generate")
     if core.config.strict:
-        raise ValueError("images: strict=True allows only what replays, and their prefills run eagerly")
+        raise ValueError("images: their prefills run eagerly, which strict=True refuses; leave strict out")
     with core.turns, on_device(core.device):
         rows = core.target.images.embed(inputs, core.slot_tables.keeps_prefixes)
     for i, request in enumerate(requests):
         own = rows[i % len(rows)]
         if own is not None and own.limits is not None and not core.context.backend.capabilities.limits:
             raise ValueError(
-                f"images: their tokens see each other, which backend={core.context.backend.name!r} cannot do; "
+                f"images: their tokens attend to each other, which backend={core.context.backend.name!r} cannot do; "
                 "attach with backend='triton'"
             )
         most = core.config.max_prefill_tokens
         if own is not None and own.most_seen_ahead > most:
             raise ValueError(
-                f"images: {own.most_seen_ahead} tokens see each other, and max_prefill_tokens={most} are read at once; "
-                "attach with more"
+                f"images: {own.most_seen_ahead} tokens attend to each other and exceed max_prefill_tokens={most}; "
+                "attach with a larger one"
             )
         request.embedded = own
 

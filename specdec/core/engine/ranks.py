@@ -81,7 +81,7 @@ class Ranks:
         differing = [rank for rank, (other, _) in enumerate(given) if other != given[0][0]]
         if differing:
             others = ", ".join(map(str, differing))
-            raise ValueError(f"{what}: rank {others} got other arguments than rank 0; give all ranks the same")
+            raise ValueError(f"{what}: rank {others} got arguments that differ from rank 0's; give all ranks the same")
         return [theirs for _, theirs in given]
 
     def any_in_attach(self, is_so: bool) -> bool:
@@ -189,7 +189,7 @@ class Ranks:
             if self._has(f"closed/{rank}") and not self._has(key):  # it may have come since, and left at once
                 raise self._lose(f"{what}: rank {rank} has detached its engine")
             if time.monotonic() > end:
-                raise self._lose(f"{what}: rank {rank} did not come within {timeout_s:g} s")
+                raise self._lose(f"{what}: rank {rank} did not arrive within {timeout_s:g} s")
             time.sleep(1e-3)
 
     def _raise_failed(self, what: str) -> None:
@@ -204,7 +204,7 @@ class Ranks:
             if self._has(f"failed/{rank}"):
                 return f"rank {rank} failed: {json.loads(self._store.get(f'failed/{rank}'))}"
         late = self._late()
-        return f"rank {', '.join(map(str, late))} gives no sign of life for {LATE_S:g} s: it is gone" if late else ""
+        return f"rank {', '.join(map(str, late))} has sent no heartbeat for {LATE_S:g} s: it is gone" if late else ""
 
     def _have_all_failed(self) -> bool:
         """Return whether the others have failed as this rank has, within a beat."""
@@ -249,7 +249,7 @@ class Ranks:
 
     def _told_of_absent(self) -> str:
         late = self._late()
-        return f"rank {', '.join(map(str, late))} gives no sign of life" if late else "all ranks give signs of life"
+        return f"rank {', '.join(map(str, late))} has sent no heartbeat" if late else "all ranks send heartbeats"
 
     def _others(self) -> Sequence[int]:
         return [rank for rank in range(self.size) if rank != self.rank]

@@ -148,14 +148,14 @@ def _checked(core: Core, befores: Sequence[list[int]], afters: Sequence[list[int
     for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
         for what, part in (("prompt", before), ("continuation", after)):
             if not part:
-                raise ValueError(f"{what} {i} is empty: expected at least one token; give a BOS token, say")
+                raise ValueError(f"{what} {i} is empty: expected at least one token; such as BOS")
         whole = before + after
         check_ids(core, f"prompt {i} or its continuation holds token", whole)
         num_fed = len(whole) - 1  # nothing follows the last token
         if num_fed > most:
             raise CapacityError(
                 f"prompt {i} has {len(before)} tokens and its continuation {len(after)}: {num_fed} are read, "
-                f"more than max_seq_len={most}; shorten the prompt, or attach with more"
+                f"more than max_seq_len={most}; shorten the prompt, or raise max_seq_len"
             )
         core.slot_tables.check_fits(num_fed)
         pairs.append(Pair(i, np.array(whole, dtype=np.int64), len(before)))

@@ -31,7 +31,7 @@ class Turns:
         if not self.is_mine:
             if self._owner is not None and self._owner[0] != os.getpid():
                 raise RuntimeError(
-                    "a thread of the parent process used the engine when this one was forked, and never lets go of it "
+                    "this process was forked while a thread used the engine, so the engine's lock is never released "
                     "here: attach an engine in this process, or fork while nothing runs"
                 )
             deferral = deferred()

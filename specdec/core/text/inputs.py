@@ -37,7 +37,7 @@ def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None, nam
             "them"
         )
     if attention_mask is not None and any(isinstance(p, str) or is_chat(p) for p in prompts):
-        raise ValueError("attention_mask goes with input_ids (a tensor or lists of ints), not with text")
+        raise ValueError("attention_mask: only valid with input_ids (a tensor or lists of ints), not with text")
     rows = [one_prompt(p, f"{name} {i}", tokenizer) for i, p in enumerate(prompts)]
     return rows if attention_mask is None else _masked(rows, attention_mask)
 
@@ -128,7 +128,7 @@ def _refuse_unused(inputs: Mapping[str, Any]) -> None:
     unused = sorted(name for name in inputs if name not in USED and inputs[name] is not None)
     if unused:
         raise ValueError(
-            f"{', '.join(unused)}: the engine reads text alone, by input_ids and attention_mask; leave the rest out, "
+            f"{', '.join(unused)}: the engine reads only text, as input_ids and attention_mask; leave the rest out, "
             "or call model.generate for it"
         )
 
@@ -140,7 +140,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def _refuse_bytes(name: str, value: Any) -> None:
     if isinstance(value, bytes | bytearray | memoryview):
-        raise ValueError(f"{name} is {type(value).__name__}: expected text or token ids; decode it, .decode('utf-8')")
+        raise ValueError(
+            f"{name} is {type(value).__name__}: expected text or token ids; decode it with .decode('utf-8')"
+        )
 
 
 def _listed(ids: Any) -> Any:

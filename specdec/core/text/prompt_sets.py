@@ -130,7 +130,7 @@ def records(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: expected text in UTF-8, which it is not ({error}); save it anew") from error
+        raise ValueError(f"{file}: expected UTF-8 text ({error}); save it as UTF-8") from error
     if text.lstrip().startswith("["):
         yield from ((f"{file}, item {i}", record) for i, record in enumerate(parsed(text, str(file)), 1))
         return

@@ -86,7 +86,7 @@ def _places(config: EngineConfig, scored: torch.Tensor, target: Target) -> torch
 def _bias(config: EngineConfig, output: nn.Module, num_scored: int) -> torch.Tensor | None:
     bias = getattr(output, "bias", None)
     if bias is not None and len(bias) != num_scored:
-        raise ValueError(f"{_told(config)}: the output head's bias is shared among ranks; leave it out")
+        raise ValueError(f"{_told(config)}: the output head's bias is sharded across ranks; leave it out")
     return None if bias is None else bias.detach()
 
 

@@ -107,7 +107,7 @@ def warn_of_weights(module: nn.Module, where: str) -> None:
     """Warn of the weights that `weight_doubts` lists. Text stays correct, since drafts are verified."""
     for doubt in weight_doubts(module):
         warnings.warn(
-            f"{where}: {doubt}; its drafts will be rejected. Take another export, or train it anew", stacklevel=4
+            f"{where}: {doubt}; its drafts will be rejected. Use another export, or train it again", stacklevel=4
         )
 
 

@@ -26,7 +26,7 @@ def local_path(path_or_id: Any) -> Path:
         path = path.expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user
-        raise CheckpointError(shortened(str(path_or_id)), [f"that is no path: {error}"]) from error
+        raise CheckpointError(shortened(str(path_or_id)), [f"it is not a path: {error}"]) from error
     return path
 
 
@@ -49,7 +49,7 @@ def locate(path_or_id: str | Path, weights: tuple[str, str] = (WEIGHTS, LEGACY_W
             if not any((folder / f).is_file() for f in (weights[0] + INDEX, weights[0], weights[1] + INDEX)):
                 snapshot_download(repo, allow_patterns=[name])
     except Exception as error:
-        raise CheckpointError(repo, [f"no such folder, and the Hub did not give it: {error}"]) from error
+        raise CheckpointError(repo, [f"no such folder, and the Hub download failed: {error}"]) from error
     return folder, repo
 
 
@@ -60,7 +60,7 @@ def download(repo: str, name: str) -> Path:
     try:
         return Path(hf_hub_download(repo, name))
     except Exception as error:
-        raise CheckpointError(repo, [f"the Hub did not give {name}: {error}"]) from error
+        raise CheckpointError(repo, [f"the Hub download of {name} failed: {error}"]) from error
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(str(folder), [f"{name} is not JSON: {error}; download it anew"]) from error
+        raise CheckpointError(str(folder), [f"{name} is not JSON: {error}; download it again"]) from error
     if not isinstance(value, dict):
         raise CheckpointError(str(folder), [f"{name} holds a {type(value).__name__}; expected a JSON object"])
     return value
@@ -81,10 +81,10 @@ def read_weight_map(folder: Path, name: str) -> dict[str, str]:
     """Read the file name of each tensor from the index `name`; CheckpointError for one outside `folder`."""
     weight_map = read_json(folder, name).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(str(folder), [f"{name} has no 'weight_map' (an object); download it anew"])
+        raise CheckpointError(str(folder), [f"{name} has no 'weight_map' (an object); download it again"])
     for file in {str(value): value for value in weight_map.values()}.values():
         if not _is_inside(folder, file):
-            what = "expected the name of a file in the folder; do not trust it, or download it anew"
+            what = "expected the name of a file in the folder; do not trust it, or download it again"
             raise CheckpointError(str(folder), [f"{name} names the file {shortened(repr(file))}: {what}"])
     return weight_map
 

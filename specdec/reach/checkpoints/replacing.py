@@ -35,13 +35,13 @@ def check_free(folder: str | Path, overwrite: bool, also: Sequence[str] = ()) ->
     found = found or [name for name in also if (folder / name).exists()]
     if found and not overwrite:
         raise ValueError(
-            f"{str(folder)!r} holds {', '.join(found)} already: expected a folder without them; name "
+            f"{str(folder)!r} holds {', '.join(found)} already: expected a folder without them; choose "
             "another, or pass overwrite=True (--overwrite)"
         )
     listed = [name for name in found if name.endswith(INDEX)]
     if listed:
         raise ValueError(
-            f"{str(folder)!r} holds {listed[0]}, which readers would follow: take that checkpoint away first"
+            f"{str(folder)!r} holds {listed[0]}, which readers would load instead: remove that checkpoint first"
         )
 
 

@@ -104,7 +104,7 @@ class TensorFiles:
 @contextmanager
 def _opened(folder: Path, name: str, repo: str | None = None) -> Iterator[Any]:
     """Open the file `name`: a safetensors handle, or the dict of tensors in a .bin file, whose code is not run."""
-    with as_checkpoint_error(folder, f"{name} is truncated, corrupted or not what its index says; download it anew"):
+    with as_checkpoint_error(folder, f"{name} is truncated, corrupted or not what its index says; download it again"):
         path = folder / name
         if repo is not None and not path.is_file():
             path = download(repo, name)

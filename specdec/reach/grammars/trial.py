@@ -57,7 +57,7 @@ class Trials:
         if answer is None:
             raise ValueError(
                 f"{grammar.kind}: compiling it takes more than {self._seconds:g} s, or more memory or stack than "
-                "there is: use fewer or simpler patterns, rules and references"
+                "available: use fewer or simpler patterns, rules and references"
             )
         if answer:
             raise ValueError(answer)
@@ -77,7 +77,7 @@ class Trials:
             process.stdin.write(self._facts)
             process.stdin.flush()
         if not process.stdout.readline():  # it reports when it is ready: starting takes longer than compiling
-            raise RuntimeError(f"{sys.executable} starts no process that tries grammars of {self._library}")
+            raise RuntimeError(f"{sys.executable} could not start the process that checks grammars of {self._library}")
         return process
 
 

@@ -75,7 +75,7 @@ def why_absent(algo: str, found: str) -> str:
     names = [layout.prefixes[0][0].format(m=0, at="N") + "*" for layout in formats()[algo].layouts]
     return (
         f": an MTP layer is not in this checkpoint; looked for {', '.join(names)} (transformers drops it when it saves "
-        "a model; take the original repository). For a target that never had one, `specdec train run --algo nextn` "
+        "a model; use the original repository). For a target that never had one, `specdec train run --algo nextn` "
         "trains one"
     )
 

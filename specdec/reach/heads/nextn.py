@@ -86,7 +86,7 @@ class NextNHead(RecyclingHead):
             raise ValueError(f"{type(target).__name__}'s decoder has no {', '.join(missing)}: no NextN layer fits it")
         if SHARED in signature(type(decoder.layers[0]).forward).parameters:
             what = f"layers of {type(target).__name__} take {SHARED}, keys and values of others"
-            raise ValueError(f"{what}: no NextN layer fits them; take eagle or eagle3")
+            raise ValueError(f"{what}: no NextN layer fits them; use eagle or eagle3")
         self.hf_config = copy.deepcopy(text)
         self.hf_config._attn_implementation = IMPLEMENTATION
         self.num_modules = c.num_layers
@@ -171,7 +171,7 @@ class NextNHead(RecyclingHead):
         if len(self._seen) != self.num_modules:
             times = f"{len(self._seen) / self.num_modules:g} times through AttentionInterface, expected 1"
             what = f"a {type(self.mtp[0].layer).__name__} attends {times}"
-            raise ValueError(f"{what}: no NextN layer fits; take eagle or eagle3")
+            raise ValueError(f"{what}: no NextN layer fits; use eagle or eagle3")
         return self._seen
 
 
@@ -179,5 +179,7 @@ def full_attention_layer(config: Any) -> int:
     """Return the index of the target's last layer with full attention, the model of MTP layers; ValueError if none."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if "full_attention" not in kinds:
-        raise ValueError(f"layer_types={sorted(set(kinds))}: expected a full-attention layer for MTP to be made like")
+        raise ValueError(
+            f"layer_types={sorted(set(kinds))}: expected a full-attention layer, the model of an MTP layer"
+        )
     return len(kinds) - 1 - kinds[::-1].index("full_attention")

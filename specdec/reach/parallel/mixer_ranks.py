@@ -43,8 +43,8 @@ FORMS: tuple[Mapping[str, Cut], ...] = (  # all weights of a mixer, except a nor
 )
 WITHIN = frozenset({"norm.weight"})  # [v_dim], the same for all heads
 _TOLD = (
-    "{}: every rank runs all heads of its recurrent layers, as transformers does. Shared by heads they give something "
-    "else ({}): their weights do not lie as their names say"
+    "{}: every rank runs all heads of its recurrent layers, as transformers does. Sharded by heads, they compute "
+    "something else ({}): their weights are not laid out as their names say"
 )
 
 

@@ -185,7 +185,7 @@ def _unknown(name: str, module: nn.Module, closure: _Closure) -> str:
     style = closure.style
     options = ", ".join(f"{key}={value}" for key, value in vars(style).items())
     return (
-        f"{name} ({type(module).__name__}) is parallel in a style that is not known here, "
+        f"{name} ({type(module).__name__}) is parallel in an unknown style, "
         f"{type(style).__name__}({options}): load it with a tp_plan in which this module has another style, or none"
     )
 

@@ -167,7 +167,7 @@ def _layers_read(model: nn.Module, target: HFTarget) -> dict[str, int]:
     if missing := [kind for kind in wanted if kind not in made]:
         raise ValueError(
             f"the assistant attends to K/V of {missing} layers; the target, a {type(target.model).__name__}, has "
-            f"{sorted(made) or 'no types of layers that it knows'}: take the assistant made for this target"
+            f"{sorted(made) or 'no known layer types'}: use the assistant made for this target"
         )
     return {kind: made[kind] for kind in wanted}
 
@@ -178,7 +178,7 @@ def _spec(module: Any, read: LayerSpec) -> LayerSpec:
     if module.head_dim != read.qk_dim or num_heads % read.num_kv_heads:
         raise ValueError(
             f"the assistant's {module.layer_type} layers have {num_heads} query heads of {module.head_dim}, the "
-            f"target's K/V {read.num_kv_heads} heads of {read.qk_dim}; take the assistant made for this target"
+            f"target's K/V {read.num_kv_heads} heads of {read.qk_dim}; use the assistant made for this target"
         )
     # Its queries are one position past the last key, and transformers lets a window reach that much further.
     window = None if module.sliding_window is None else module.sliding_window + 1
@@ -192,7 +192,7 @@ def _check(model: Any, target: HFTarget) -> None:
     sharded."""
     if target.group:
         raise ValueError(
-            "the model is sharded, so that ranks hold parts of the K/V that an assistant attends to; take another draft"
+            "the model is sharded, so each rank holds only a part of the K/V that an assistant reads; use another draft"
         )
     weight = model.pre_projection.weight
     facts = {
@@ -203,4 +203,4 @@ def _check(model: Any, target: HFTarget) -> None:
     problems = [f"{name} {has} where the target has {wants}" for name, (has, wants) in facts.items() if has != wants]
     if problems:
         what = f"the assistant, a {type(model).__name__}, has {', '.join(problems)}"
-        raise ValueError(f"{what}; take the assistant made for this target, in its dtype and on its device")
+        raise ValueError(f"{what}; use the assistant made for this target, in its dtype and on its device")

@@ -208,8 +208,8 @@ def _check_sizes(given: Mapping[str, Any]) -> None:
             num, expected = len(patches), int(sizes.prod(-1).sum())
             if num != expected:
                 raise ValueError(
-                    f"{pixels}: expected {expected} patches, as {grids}={sizes.tolist()} says, there are {num}; "
-                    "give both as the processor makes them"
+                    f"{pixels}: expected {expected} patches, as {grids}={sizes.tolist()} says, got {num}; "
+                    "pass both as the processor returns them"
                 )
 
 

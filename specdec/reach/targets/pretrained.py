@@ -89,7 +89,7 @@ def read_processor(name: str | Path, model: PreTrainedModel) -> Any | None:
             return AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # such as a missing library
         warnings.warn(
-            f"images are not read: its processor cannot be loaded: {shortened(str(error), 300)}", stacklevel=2
+            f"images are not supported: its processor cannot be loaded: {shortened(str(error), 300)}", stacklevel=2
         )
         return None
 
@@ -138,7 +138,7 @@ def load_draft(
     source, extra = _source(gguf_of(name) or name)
     if not extra and Path(source).is_dir():
         _check_folder(Path(source))
-    what = f"{extra.get('gguf_file', 'it')} cannot be read as a causal LM; download it anew"
+    what = f"{extra.get('gguf_file', 'it')} cannot be read as a causal LM; download it again"
     with no_foreign_code(source), as_checkpoint_error(source, what), gguf_read_once():
         model, found = AutoModelForCausalLM.from_pretrained(
             source,
@@ -174,8 +174,8 @@ def read_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrain
     if not files:
         return None
     problem = (
-        f"its tokenizer ({', '.join(files)}) cannot be read: {shortened(str(why), 300)}; download it anew, or take its "
-        "files away: its ids are then taken to be the target's"
+        f"its tokenizer ({', '.join(files)}) cannot be read: {shortened(str(why), 300)}; download it again, or "
+        "remove its files: its ids are then taken to be the target's"
     )
     raise CheckpointError(source, [problem]) from why
 
@@ -189,7 +189,7 @@ def no_foreign_code(source: str) -> Iterator[None]:
         if "trust_remote_code" not in str(error):
             raise
         problem = (
-            "it brings code of its own, which is not run here; read the code, load model and tokenizer yourself with "
+            "it needs custom code, which is not run here; read that code, load model and tokenizer yourself with "
             "transformers and trust_remote_code=True, and hand the model over instead of its name"
         )
         raise CheckpointError(source, [problem]) from error
@@ -206,7 +206,7 @@ def _gguf_tokens(path: Path) -> list[str]:
     """Return the name of a .gguf file that holds tokens, as a list; [] if it holds none."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    with as_checkpoint_error(path, "it is truncated or corrupted; download it anew"):
+    with as_checkpoint_error(path, "it is truncated or corrupted; download it again"):
         return [path.name] if load_gguf_checkpoint(str(path))["tokenizer"].get("tokens") else []
 
 
@@ -221,7 +221,7 @@ def _check_folder(folder: Path) -> None:
     depths = [part[key] for part in parts for key in DEPTHS if isinstance(part.get(key), int)]
     if depths and max(depths) > MAX_DEPTH:
         raise CheckpointError(str(folder), [f"config.json has more layers than {MAX_DEPTH}"])
-    what = "config.json describes no causal LM; download it anew"
+    what = "config.json does not describe a causal LM; download it again"
     with no_foreign_code(str(folder)), as_checkpoint_error(folder, what):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
@@ -230,7 +230,7 @@ def _check_folder(folder: Path) -> None:
     stored = sum(f.stat().st_size for f in folder.iterdir() if f.suffix in (".safetensors", ".bin"))
     if num_parameters > MAX_PER_BYTE * stored:
         what = f"config.json describes a model of {num_parameters:,} parameters, the weights are {stored:,} bytes"
-        raise CheckpointError(str(folder), [f"{what}: they do not belong together; download both anew"])
+        raise CheckpointError(str(folder), [f"{what}: they do not belong together; download both again"])
 
 
 def _check_whole(source: str, found: Mapping[str, Any]) -> None:
@@ -244,7 +244,7 @@ def _check_whole(source: str, found: Mapping[str, Any]) -> None:
     more = max(len(missing) - 5, 0) + max(len(odd) - 5, 0)
     if problems:
         problems += [f"and {more} more tensors"] if more else []
-        why = "config.json and the weights do not belong together; take both from the same repository"
+        why = "config.json and the weights do not belong together; use both from the same repository"
         raise CheckpointError(source, [*problems, why])
     unused = sorted(found["unexpected_keys"])
     if unused:
@@ -264,9 +264,7 @@ def gguf_of(name: str | Path) -> Path | None:
     if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
     if len(files) > 1:
-        raise ValueError(
-            f"{str(path)!r} holds {', '.join(f.name for f in files)}: expected one .gguf file; name the one"
-        )
+        raise ValueError(f"{str(path)!r} holds {', '.join(f.name for f in files)}: expected one .gguf file; name one")
     return files[0] if files else None
 
 

@@ -75,12 +75,12 @@ def check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokeniz
     if size != target.spec.vocab_size:
         raise ValueError(
             f"the draft scores {size} tokens, the target {target.spec.vocab_size}: the draft must have the target's "
-            "vocabulary; take a model of the same family, or resize its embeddings"
+            "vocabulary; use a model of the same family, or resize its embeddings"
         )
     match = tokenizer_match(tokenizer, own)
     if match not in (None, "equal"):
         raise ValueError(
-            f"the draft's tokenizer is not the target's: {match}; its ids would mean other tokens. Take a draft with "
+            f"the draft's tokenizer is not the target's: {match}; its ids would mean other tokens. Use a draft with "
             "the target's tokenizer"
         )
 
@@ -102,5 +102,5 @@ def _check_note(draft: str | Path, tokenizer: Any) -> None:
     if wanted is not None and wanted != found:
         raise ValueError(
             f"{NOTE} says the draft was trained with the tokenizer {wanted[:12]}…, the target's is {found[:12]}…: "
-            "its ids would mean other tokens. Take a draft made for this target"
+            "its ids would mean other tokens. Use a draft made for this target"
         )

@@ -22,10 +22,10 @@ NEUTRAL = frozenset(
 # These keep outputs of layers, or make them require gradients, for checkpointing in transformers and PEFT. No numbers
 # change.
 PASSIVE = ("transformers.utils.output_capturing", "make_inputs_require_grads", "make_inputs_require_grad")
-BAKED = "graphs and compiled layers compute with what was there at attach()"
-POOLS = "the engine's pools were made for that"
-ROUTED = "attention and pools were set up from that at attach()"
-SHARED = "each rank has copies of its part, by heads, which stay as they were"
+BAKED = "graphs and compiled layers still use the value at attach()"
+POOLS = "the engine's KV pools were allocated for the old value"
+ROUTED = "attention and KV pools were set up for the value at attach()"
+SHARED = "each rank keeps the copy of its heads made at attach()"
 
 
 class Weights:

@@ -83,7 +83,7 @@ class Acceptance(OnTarget, Recorded):
     def run(self) -> None:
         for name in ("prompts", "draft", "shape", "temperature"):
             if (given := getattr(self, name)) is not None and not listed(given):
-                raise ValueError(f"--{name} {','.join(given)!r}: expected one at least")
+                raise ValueError(f"--{name} {','.join(given)!r}: expected at least one")
         shapes = [DraftShape.parse(text) for text in listed(self.shape, "3:1:4")]
         for one in shapes:
             if not one.steps or one.vocab is not None:
@@ -91,17 +91,17 @@ class Acceptance(OnTarget, Recorded):
         laws = [_temperature(text) for text in listed(self.temperature, "0")]
         batches = numbers("speed", self.speed, 1)
         if batches and (self.predicted or self.by_category):
-            raise ValueError("--speed with --predicted or --by-category: these are of acceptance; drop one")
+            raise ValueError("--speed with --predicted or --by-category: those measure acceptance; drop one")
         vocabs = [size or None for size in numbers("draft-vocab", self.draft_vocab) or (0,)]
         if self.frequent_in is not None and not any(vocabs):
             raise ValueError(
-                f"--frequent-in {self.frequent_in}: how many of its tokens? Give --draft-vocab, such as 8192"
+                f"--frequent-in {self.frequent_in}: expected --draft-vocab, the number of tokens, such as 8192"
             )
         questions = {name: self._questions(text) for name, text in by_name(listed(self.prompts), "stem").items()}
         drafts = _drafts(listed(self.draft, SHIPPED))
         for folder, algo in drafts.values():
             if algo == "lookup" and (trees := [str(one) for one in shapes if one.topk > 1]):
-                raise ValueError(f"--draft lookup with --shape {','.join(trees)}: it drafts chains; drop one")
+                raise ValueError(f"--draft lookup with --shape {','.join(trees)}: lookup drafts only chains; drop one")
             if folder is not None:
                 detect_algo(folder)  # so that a mistyped path does not wait for the target to load
         model, tokenizer = self.load()
@@ -128,7 +128,7 @@ class Acceptance(OnTarget, Recorded):
         if text not in sets():
             return read_file(text, self.limit)
         if self.data is None:
-            raise ValueError(f"--prompts {text}: its file is looked for in --data DIR, which was not given")
+            raise ValueError(f"--prompts {text}: a prompt set needs --data DIR, its folder")
         return read_set(text, self.data, self.limit)
 
 

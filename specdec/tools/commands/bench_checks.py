@@ -153,7 +153,7 @@ def _known(option: str, values: list[str] | None, known: Collection[str], defaul
     found = listed(values, ",".join(default))
     for value in found:
         if value not in known:
-            raise ValueError(f"--{option} {value!r}: expected of {', '.join(known)}")
+            raise ValueError(f"--{option} {value!r}: expected any of {', '.join(known)}")
     return found
 
 

@@ -56,9 +56,9 @@ class Policy(Timing):
         usual = LARGE if device.startswith("cuda") else SMALL
         for one, other in EITHER_OR:
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ValueError(f"--{one} with --{other}: each says what cells there are; drop one")
+                raise ValueError(f"--{one} with --{other}: both define the cells; drop one")
         if self.topk == 1 and self.draft_tokens is not None:
-            raise ValueError(f"--draft-tokens {self.draft_tokens} with --topk 1: a tree has them; give --topk too")
+            raise ValueError(f"--draft-tokens {self.draft_tokens} with --topk 1: only trees use it; give --topk, too")
         batches = numbers("batches", self.batches, 1) or usual["batches"]
         contexts = numbers("contexts", self.contexts, 2) or usual["contexts"]
         files = by_name(listed(self.prompts), "stem")
@@ -88,7 +88,7 @@ class Policy(Timing):
             return random_subject(self.shape, device, dtype_of(self.dtype, device), None), None
         source, algo = draft_of(named_draft(self.draft, self.target))
         if algo is None:
-            raise ValueError("--draft none: there is no draft to choose about; name one")
+            raise ValueError("--draft none: the policy needs a draft; name one")
         model, tokenizer = load(self.target or BUNDLED, self.dtype, device)
         ids = torch.arange(vocab_size_of(model))
         return Timed(name_of_target(self.target or BUNDLED), model, source, algo, random_prompts(ids)), tokenizer

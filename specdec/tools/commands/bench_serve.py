@@ -58,7 +58,7 @@ class BenchServe(WithDraft, Recorded):
         rates = _rates(self.rates)
         clients = numbers("clients", self.clients, 1) or (() if rates else CLIENTS)
         if self.url is not None and (self.soak or self.shape):
-            raise ValueError(f"--url {self.url} with --soak or --shape: they need an engine of this process; drop one")
+            raise ValueError(f"--url {self.url} with --soak or --shape: those need an engine in this process; drop one")
         self._check_unused()
         names = ("seconds", "warm_up", "prompt_tokens", "new_tokens", "spread")
         law: dict[str, Any] = {name: getattr(self, name) for name in names}

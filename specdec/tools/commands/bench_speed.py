@@ -113,7 +113,7 @@ class Latency(Timing):
         plan = Plan.of(self._grid(where), **options)
         longest = None
         if self.prompts is not None and (listed(self.tokens) or listed(self.ttft_tokens)):
-            raise ValueError("--tokens or --ttft-tokens with --prompts: their lengths are their own; drop one")
+            raise ValueError("--tokens or --ttft-tokens with --prompts: prompts have lengths of their own; drop one")
         if self.shape is not None:
             check_alone(self.shape, target=self.target, draft=self.draft, prompts=self.prompts)
             if self.algo not in ALGOS and not block_layers(self.algo):
@@ -123,7 +123,7 @@ class Latency(Timing):
         elif self.algo != ALGOS[0]:
             raise ValueError(f"--algo {self.algo!r}: only a --shape takes it; name one, or the draft as --draft")
         elif ranks > 1:
-            raise ValueError(f"{ranks} ranks: only a --shape is shared by ranks; name one, or leave torchrun out")
+            raise ValueError(f"{ranks} ranks: only a --shape can be sharded; name one, or leave torchrun out")
         else:
             subject, longest = self._real_subject(where)
         if longest is not None:

@@ -88,8 +88,8 @@ def _targets_rows(target: TargetShape | None, tensors: Mapping[str, torch.Tensor
     """Return the rows of the target's output head that a head of `tensors` scores with, in its own dtype."""
     if target is None:
         raise ValueError(
-            "the head leaves its lm_head to the target, which other readers of speculators' layout do not know: give "
-            "its target as --target, and its rows are written out"
+            "the head uses its target's lm_head, which other readers of the speculators layout do not know: give "
+            "that target as --target, to write its rows out"
         )
     rows, d2t = target.lm_head_rows(), tensors.get("d2t")
     ids = torch.arange(len(rows)) if d2t is None else target_ids(d2t)

@@ -43,7 +43,7 @@ LABELS = {  # of facts whose names are not clear
     "round_ms": "round, measured",
     "break_even": "break-even tau, measured",
     "accept_at": "accepted at 1, 2, …",
-    "accept_given": "the same, given the one before",
+    "accept_given": "accepted if the previous was",
     "equal": "text equals plain decoding",
 }
 
@@ -122,7 +122,7 @@ def _tokenizer_beside(folder: Path, tokenizer: Any) -> str | None:
 def standalone_problems(draft: Any, model: Any) -> list[str]:
     """List the reasons why a model cannot draft for another."""
     own, wanted = map(vocab_size_of, (draft, model))
-    return [] if own == wanted else [f"it scores {own} tokens, the target {wanted}: take a model of the same family"]
+    return [] if own == wanted else [f"it scores {own} tokens, the target {wanted}: use a model of the same family"]
 
 
 def print_findings(console: Console, found: Mapping[str, Any]) -> None:
@@ -132,11 +132,11 @@ def print_findings(console: Console, found: Mapping[str, Any]) -> None:
         for name, value in found.items()
         if name not in APART and value is not None and value != []
     ]
-    Table("what was read and measured", ["draft", str(found.get("draft", ""))], facts, [False, False]).print(console)
+    Table("layout and measurements", ["draft", str(found.get("draft", ""))], facts, [False, False]).print(console)
     if "agreement" in found:
-        chance = f"always the commonest token: {found['chance']:.0%}"
+        chance = f"always guessing the commonest token: {found['chance']:.0%}"
         title = f"agreement with the target given true tokens, {found['rows']} rows ({chance})"
-        rates = {"as it is read": found["agreement"], **found["readings"]}
+        rates = {"as loaded": found["agreement"], **found["readings"]}
         cells = [["* " * (n in found["repairs"]) + n, *(f"{rate:.0%}" for rate in own)] for n, own in rates.items()]
         note = "*: repairs the draft" if found["repairs"] else ""
         Table(title, ["reading", "step 1", "step 2"], cells, [False, True, True], note=note).print(console)
@@ -155,7 +155,7 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ("\n" if name == "notes" else ", ").join(_shown(name, item) for item in value)
     if name == "coverage":
-        return f"{value:.1%} of what the target said here is in the hot vocabulary"
+        return f"{value:.1%} of the target's tokens here are in the hot vocabulary"
     if name.endswith("_bytes"):
         return f"{value / 2**20:,.1f} MiB"
     if isinstance(value, float):

@@ -161,10 +161,10 @@ def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> 
     covered = found.get("coverage", 1.0)
     if covered < LOW_COVERAGE:
         return "hot vocabulary", (
-            f"its hot vocabulary holds {covered:.0%} of what the target says here: choose it on such text, train anew"
+            f"its hot vocabulary holds {covered:.0%} of the target's tokens here: choose it on such text, train again"
         )
     if base is None:
-        return None, "it says little of what the target says"
+        return None, "it rarely predicts the target's tokens"
     noise = found["chance"] + 2 * base.num_rows**-0.5
     accepted = next(iter(found["accept_at"]), 0.0)
     if base.first > max(noise, 2 * accepted + 0.1):
@@ -173,11 +173,11 @@ def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> 
             "accepted: this may be a defect of the engine; please report it"
         )
     if base.first > noise:
-        return None, "it is read as it was trained, as far as other readings tell; it knows little of such text"
+        return None, "no other reading fits it better; it predicts such text poorly"
     if found.get("embedding_likeness", 1.0) < UNLIKE:
         why = "its own embedding has nothing in common with the target's"
     elif isinstance(draft, DraftHead) and untouched_norm(draft):
-        why = f"{untouched_norm(draft)} is all of one value, as norms are made"
+        why = f"{untouched_norm(draft)} has one value throughout, as norms are initialised"
     else:
         why = "it is untrained, or was trained for another target"
     return "untrained or random", f"it agrees no more than chance under every reading: {why}"

@@ -207,7 +207,7 @@ ALTERNATIVES: tuple[Alternative, ...] = (
     ),
     Alternative(
         "features one ahead",
-        "it repeats what the feature that it is given says already: it was trained on features that knew the token it "
+        "it repeats what its input feature already contains: it was trained on features that knew the token it "
         "had to predict (p+1 beside p+1), or hardly at all; train it again",
         lambda reading, _: replace(reading, feature_offset=1),
         leaks=True,
@@ -255,7 +255,7 @@ def doubts(trials: Sequence[Trial], base: Agreement) -> list[str]:
         return []
     return [
         f"it may read better with {best.alternative.name!r} ({best.agreement.score:.2f} of two drafts accepted, not "
-        f"{base.score:.2f}); {base.num_rows} rows do not tell, give more prompts"
+        f"{base.score:.2f}); {base.num_rows} rows are too few to tell, give more prompts"
     ]
 
 

@@ -38,7 +38,7 @@ class Observed:
     def features(self, sources: Sequence[int]) -> torch.Tensor:
         """Return [T, num_sources*h]: the stream after k layers for each source k, or the normed state for NORMED."""
         parts = [self.normed if k == NORMED else self.stream[k] for k in sources]
-        assert all(part is not None for part in parts), f"sources {tuple(sources)} cannot be had of this target"
+        assert all(part is not None for part in parts), f"sources {tuple(sources)} cannot be read from this target"
         return torch.cat([part for part in parts if part is not None], -1)
 
 

@@ -91,7 +91,9 @@ class EngineGenerate:
             if self.on_unsupported == "raise" or loop is None:
                 raise
             if streamer is not None and name == "_beam_search":
-                raise ValueError("streamer: transformers streams no beams; leave it out, or num_beams") from error
+                raise ValueError(
+                    "streamer: transformers cannot stream beam search; leave it or num_beams out"
+                ) from error
             warnings.warn(f"decoded by transformers, without speculation: {error}", stacklevel=4)
             return loop(model, input_ids, *prepared, streamer=streamer, **model_kwargs)
         sequences = _run(self.engine, call)

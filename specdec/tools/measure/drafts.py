@@ -28,8 +28,8 @@ class DraftShape(NamedTuple):
         found = re.fullmatch(r"(\d+)(?::(\d+))?(?::(\d+))?(?:@([1-9]\d*))?", text.strip())
         if found is None:
             raise ValueError(
-                f"shape {text!r}: expected plain or S:K:D, such as 3:1:4 (a chain) or 5:8:32 (a tree), or with @VOCAB "
-                "behind it, to draft from so many tokens"
+                f"shape {text!r}: expected plain or S:K:D, such as 3:1:4 (a chain) or 5:8:32 (a tree), or S:K:D@VOCAB, "
+                "to draft from that many tokens"
             )
         numbers = zip(("num_steps", "topk", "num_draft_tokens"), found.groups(), strict=False)
         given: dict[str, Any] = {name: int(number) for name, number in numbers if number is not None}

@@ -179,7 +179,7 @@ def problems(row: Mapping[str, Any]) -> list[str]:
         )
     differing = row["answers"] - row["equal"] - (row["near_ties"] if row["near_tie"] else 0)
     if differing > 0:
-        found.append(f"{differing} answers differ, and not at a near-tie")
+        found.append(f"{differing} answers differ where there is no near-tie")
     replays = row["runners"]["target_prefill"]["replays"]
     if (replays > 0) != (row["mode"] != "off"):
         found.append(f"{replays} prefills were replayed")

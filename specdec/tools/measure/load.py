@@ -155,7 +155,7 @@ def measure(load: Load) -> dict[str, Any]:
         assert process.stdout is not None
         out = process.stdout.read()
         if process.wait():
-            raise RuntimeError("a process of clients failed, see above")
+            raise RuntimeError("a client process failed, see above")
         seen.add(Seen(**json.loads(out)))
     name = {"clients": load.clients} if load.rate is None else {"rate": load.rate}
     return {"what": "clients" if load.rate is None else "arrivals", **name, **seen.row(load.seconds)}

@@ -169,7 +169,7 @@ def fewer_layers(shape: str, num_ranks: int) -> dict[str, Any]:
     if not config.base_model_tp_plan:
         known = ", ".join(name for name, other in SHAPES.items() if other.config.base_model_tp_plan)
         raise ValueError(
-            f"--shape {shape!r} on {num_ranks} ranks: transformers has no plan by which ranks share a "
+            f"--shape {shape!r} on {num_ranks} ranks: transformers has no tensor-parallel plan for a "
             f"{config.model_type} model; leave torchrun out, or name one of {known}"
         )
     if config.num_key_value_heads % num_ranks:

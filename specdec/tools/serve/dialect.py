@@ -30,7 +30,7 @@ class Dialect:
         """
         structure = self._structure(body)
         if structure.may_call and self.tool_format is None:
-            raise ValueError("tools: the chat template of this model takes none that can be told: leave tools out")
+            raise ValueError("tools: this model's chat template has no known tool format: leave tools out")
         free = {"skip_special_tokens": not self._splits(body)}
         try:
             grammar = structure.grammar(self._is_thinking(prompts[0]), self._special, self._stops(body))
@@ -44,7 +44,9 @@ class Dialect:
         if self.engine.config.grammar is None:
             if structure.may_be_free:
                 return free
-            raise ValueError(f"{name}: this server constrains no text: start it with --grammar auto, or leave it out")
+            raise ValueError(
+                f"{name}: this server does not constrain text: start it with --grammar auto, or leave it out"
+            )
         try:
             compiled = self.engine.compile_grammar(grammar)
         except ValueError as error:
@@ -100,5 +102,5 @@ class Dialect:
 
 
 def _unconstrained(options: dict[str, Any], error: ValueError) -> dict[str, Any]:
-    warnings.warn(f"calls of tools are not constrained: {error}", stacklevel=3)
+    warnings.warn(f"tool calls are not constrained: {error}", stacklevel=3)
     return options

@@ -41,7 +41,7 @@ class Guard:
     def _refusal(self, headers: Headers, path: str) -> HTTPException | None:
         host = headers.get("host")
         if self.hosts is not None and host is not None and _name_of(host) not in self.hosts:
-            return HTTPException(400, f"Host {host[:200]!r} is not this server's: give it with --allowed-hosts")
+            return HTTPException(400, f"Host {host[:200]!r} is not allowed: add it with --allowed-hosts")
         if self.api_key is not None and path.startswith("/v1/"):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not secrets.compare_digest(key.encode(), self.api_key.encode()):

@@ -20,7 +20,7 @@ def url_of(name: str, part: Mapping[str, Any]) -> str:
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str) or not url.startswith("data:"):
         raise ValueError(
-            f"{name}.image_url={shown(given)}: this server fetches nothing; expected a data URL, "
+            f"{name}.image_url={shown(given)}: this server fetches no URLs; expected a data URL, "
             "data:image/png;base64,..."
         )
     return url

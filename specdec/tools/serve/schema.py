@@ -89,19 +89,19 @@ class Body:
             elif name in REFUSED:
                 refuse_unless(name, value, REFUSED[name])
             elif name not in IGNORED:
-                raise ValueError(f"{shown(name)[1:-1]}: this server knows no such field: leave it out")
+                raise ValueError(f"{shown(name)[1:-1]}: unknown field: leave it out")
         self._check_together()
 
     def _check_together(self) -> None:
         required = "messages" if self.is_chat else "prompt"
         if required not in self.fields:
-            raise ValueError(f"{required}: it is missing")
+            raise ValueError(f"{required}: required, but missing")
         if {"max_tokens", "max_completion_tokens"} <= self.fields.keys():
             raise ValueError("max_tokens and max_completion_tokens: give one of the two")
         if "stream_options" in self.fields and not self.stream:
             raise ValueError("stream_options: only with stream")
         if self.get("response_format") and self.get("structured_outputs"):
-            raise ValueError("structured_outputs: beside response_format: give one of the two")
+            raise ValueError("structured_outputs: given with response_format: give one of the two")
         if self.get("tool_choice", "auto") not in ("none", "auto") and not self.get("tools"):
             raise ValueError("tool_choice: there are no tools: give some, or leave it out")
         if self.fields.get("top_logprobs") and not self.fields.get("logprobs"):
@@ -207,7 +207,7 @@ def _stop(name: str, value: Any) -> Any:
 
 def _logit_bias(name: str, value: Any) -> dict[int, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{name}={shown(value)}: expected an object of token ids and what is added to their logits")
+        raise ValueError(f"{name}={shown(value)}: expected an object from token ids to biases of their logits")
     check_count(name, value, 0, MAX_ENTRIES, "tokens")
     wrong = next((token for token in value if not (token.isascii() and token.isdigit() and len(token) < 19)), None)
     if wrong is not None:
@@ -222,7 +222,7 @@ def _stream_options(name: str, value: Any) -> bool:
     """Return whether a last chunk counts tokens."""
     for key, item in check_object(name, value).items():
         if key not in ("include_usage", "include_obfuscation"):
-            raise ValueError(f"{name}.{shown(key)[1:-1]}: this server knows no such field: leave it out")
+            raise ValueError(f"{name}.{shown(key)[1:-1]}: unknown field: leave it out")
         _flag(f"{name}.{key}", item)
     return value.get("include_usage", False)
 

@@ -179,7 +179,7 @@ class Endpoints:
         if body.num_top is None:
             return
         if most is None:
-            raise ValueError("logprobs: this server computes none: start it with --max-logprobs N, or leave it out")
+            raise ValueError("logprobs: not enabled: start the server with --max-logprobs N, or leave it out")
         if body.num_top > most:
             name = "top_logprobs" if body.is_chat else "logprobs"
             raise ValueError(f"{name}={body.num_top}: at most {most}, which --max-logprobs sets")
@@ -251,7 +251,7 @@ def new_tokens(body: Body, prompt_len: int, max_seq_len: int) -> int:
     room = max_seq_len - prompt_len
     if room < 1:
         raise CapacityError(
-            f"the prompt has {prompt_len} tokens: with one of text they exceed max_seq_len={max_seq_len}; shorten it"
+            f"the prompt has {prompt_len} tokens: with one new token they exceed max_seq_len={max_seq_len}; shorten it"
         )
     name = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
     asked, least = body.get(name), body.get("min_tokens", 0)

@@ -179,7 +179,7 @@ class Structure:
             return rules.add(f"/{pattern}/", "REGEX")
         if kind not in ("json", "json_object"):
             raise ValueError(
-                f"structured_outputs: {kind} beside tools, or with a model that thinks: only json, regex and choice"
+                f"structured_outputs: {kind} with tools or a thinking model: expected json, regex or choice"
             )
         return rules.schema({"type": "object"} if kind == "json_object" else value, self.answer.any_whitespace)
 
@@ -204,7 +204,7 @@ class Structure:
         form = self.tool_format
         assert form is not None
         if not form.has_json:
-            raise ValueError("tool_choice: this model's calls are no JSON, so they cannot be constrained: pass 'auto'")
+            raise ValueError("tool_choice: this model's calls are not JSON, so they cannot be constrained: pass 'auto'")
         functions = self.callable_functions.values()
         if not functions:
             raise ValueError(f"tool_choice: there is no tool {shown(self.choice[1:])}")

@@ -82,7 +82,7 @@ class TrainConfig:
         check_fields(self, ranges_of(type(self)))
         limits = {name: getattr(self, name) for name in LIMITS}
         if not any(limits.values()):
-            raise ValueError(f"{limits}: expected one at least that ends the run; pass minutes=10, say")
+            raise ValueError(f"{limits}: expected at least one, to end the run; pass minutes=10, say")
         if not self.soft_weight + self.feature_weight:
             raise ValueError("soft_weight=0, feature_weight=0: expected one of them above 0")
 
@@ -164,7 +164,7 @@ def recipe(algo: str, **changes: Any) -> TrainConfig:
     config = TrainConfig(**{**training_of(algo).recipe, **given})
     if config.survival and (unread := [name for name in ("step_decay", "normalise_steps") if given.get(name)]):
         raise ValueError(
-            f"{', '.join(unread)}: survival weights the steps of {algo!r} here; leave it out, or pass survival=False "
-            "(--no-survival)"
+            f"{', '.join(unread)}: survival already weights the steps of {algo!r}; leave it out, or pass "
+            "survival=False (--no-survival)"
         )
     return config

@@ -139,7 +139,7 @@ def check_checkpoint(path: Path, resume: bool, overwrite: bool) -> None:
     if path.exists() and not (resume or overwrite):
         raise ValueError(
             f"{str(path)!r} is a checkpoint of another run: resume=True (`specdec train fit --resume`, with its "
-            "settings) goes on from it, overwrite=True (--overwrite) begins anew"
+            "settings) continues it, overwrite=True (--overwrite) starts over"
         )
 
 
@@ -248,9 +248,7 @@ def _standalone(setup: StudentSetup) -> Student:
         raise ValueError(f"file_format={shape.file_format!r}: expected gguf or safetensors")
     is_gguf = shape.file_format == "gguf"
     if not is_gguf and shape.embed_type != HeadShape.embed_type:
-        raise ValueError(
-            f"embed_type={shape.embed_type!r}: only file_format 'gguf' stores the embedding so; leave it out"
-        )
+        raise ValueError(f"embed_type={shape.embed_type!r}: only file_format 'gguf' has this option; leave it out")
     if is_gguf and not shape.init:
         check_blocks(shape.hidden_size, shape.intermediate_size or MLP_WIDTH, shape.embed_type)
     if shape.init:

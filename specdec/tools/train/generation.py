@@ -105,7 +105,7 @@ def check_corpus(out: Path, overwrite: bool) -> None:
         raise ValueError(f"out={str(out)!r} is a folder: expected a file for the corpus, such as corpus.safetensors")
     if out.exists() and not overwrite:  # it may have taken hours
         raise ValueError(
-            f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "
+            f"{str(out)!r} exists already: train on it with `specdec train fit --corpus {out}`, name another, or "
             "pass overwrite=True (--overwrite)"
         )
 

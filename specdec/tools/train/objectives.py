@@ -158,7 +158,7 @@ class HeadObjective(Objective):
             head.check_steps(config.num_steps)
         refuse(config, head.algo, "prompt_weight", "a head reads features of the answer's rows only")
         if head.aux_layers != (LAST,):
-            refuse(config, head.algo, "feature_weight", "its states are no features of the target")
+            refuse(config, head.algo, "feature_weight", "its states are not the target's features")
         if head.lm_head is None:
             refuse(config, head.algo, "train_lm_head", "its output head is the target's")
         head.requires_grad_(True)

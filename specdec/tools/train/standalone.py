@@ -140,7 +140,7 @@ def check_gguf(config: Any, embed_type: str) -> None:
     ):
         if has[name] != kept:
             raise ValueError(
-                f"{name}={has[name]!r}: expected {kept!r}, all that we write to GGUF; save safetensors "
+                f"{name}={has[name]!r}: expected {kept!r}, the only value written to GGUF; save safetensors "
                 "(--file-format safetensors)"
             )
 
@@ -256,7 +256,7 @@ def project(rows: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor
     A constant added to all rows of an output head leaves the softmax unchanged, so the weighted mean is subtracted.
     """
     if size > rows.shape[1]:
-        raise ValueError(f"hidden_size={size}: the target's embeddings are {rows.shape[1]} wide; take that or less")
+        raise ValueError(f"hidden_size={size}: the target's embeddings are {rows.shape[1]} wide; use that or less")
     weights = (counts.float() + SMOOTHING).unsqueeze(1)
     weights = weights / weights.sum()
     centred = rows - (weights * rows).sum(0)

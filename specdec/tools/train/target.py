@@ -36,7 +36,7 @@ def device_of(device: str) -> str:
         raise ValueError(f"device={device!r}: expected auto, cpu, cuda, or one of several such as cuda:1")
     if device != "cpu" and int(named[1] or 0) >= count:
         raise ValueError(
-            f"device={device!r}: PyTorch {torch.__version__} sees {count} CUDA devices here; take cpu or auto, or "
+            f"device={device!r}: PyTorch {torch.__version__} sees {count} CUDA devices here; use cpu or auto, or "
             "install a PyTorch and a driver for your GPU (`specdec env` shows both)"
         )
     return device
@@ -71,8 +71,8 @@ class Teacher:
         layers = [] if tuple(aux_layers) in ((), (LAST,)) else list(aux_layers)
         if layers != sorted(set(layers)) or not all(0 <= i < last for i in layers):
             raise ValueError(
-                f"aux_layers={tuple(aux_layers)}: expected ascending layers of 0..{last - 1} (of the last one, LAST "
-                "alone is read)"
+                f"aux_layers={tuple(aux_layers)}: expected ascending layers of 0..{last - 1} (the last one is read "
+                "only as LAST)"
             )
         self.model = model
         self.aux_layers = layers

@@ -147,7 +147,7 @@ class Trainer:
             state = torch.load(path, map_location=self.device, weights_only=True)
             saved = _flat(state["identity"])
         except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
-            cure = "take it away, and start anew"
+            cure = "delete it and start again"
             raise ValueError(f"checkpoint {str(path)!r} cannot be read ({error}): {cure}") from error
         own = _flat(self._identity())
         names = [name for name in own | saved if saved.get(name) != own.get(name)]

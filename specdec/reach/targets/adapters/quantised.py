@@ -45,7 +45,7 @@ class Quantised:
         if len(self._layers) < len(layers):
             warnings.warn(
                 f"{len(layers) - len(self._layers)} of {len(layers)} quantised layers run their own forward: there is "
-                "no kernel for their kind, or it does not give what that gives",
+                "no kernel for their kind, or its results differ",
                 stacklevel=2,
             )
 

@@ -42,8 +42,8 @@ PLACES = {
     "a tree": ((1, 5), (1, 6), (2, 6), (1, 7)),
 }
 _COUNTED = (
-    "{name} has two answers to a text: its generate() counts positions from 0, its forward without position_ids from "
-    "elsewhere. The engine gives the text of generate(), and likelihoods by the same positions."
+    "{name} numbers positions in two ways: its generate() from 0, its forward without position_ids from "
+    "elsewhere. The engine uses those of generate() for text and likelihoods."
 )
 Run = Callable[[AttentionMetadata, torch.Tensor], torch.Tensor]
 

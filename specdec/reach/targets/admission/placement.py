@@ -40,7 +40,7 @@ def _device_reasons(model: nn.Module) -> Iterator[str]:
     missing = by_device.pop("meta", [])
     if offloaded:
         yield (
-            f"accelerate offloads {offloaded[0]} ({len(offloaded)} modules): weights are elsewhere between "
+            f"accelerate offloads {offloaded[0]} ({len(offloaded)} modules): weights leave the device between "
             "forwards; load the whole model onto one device (device_map={'': 0}, or .to(device) without offloading)"
         )
     elif missing:
@@ -48,7 +48,7 @@ def _device_reasons(model: nn.Module) -> Iterator[str]:
     if len(by_device) > 1:
         where = ", ".join(f"{names[0]} on {device}" for device, names in by_device.items())
         yield (
-            f"it lies on {len(by_device)} devices ({where}); an engine runs on one: load it with "
+            f"it is on {len(by_device)} devices ({where}); an engine runs on one: load it with "
             "device_map={'': 0}, or move it with .to(device)"
         )
 

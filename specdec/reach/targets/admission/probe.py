@@ -115,9 +115,7 @@ def probe(model: PreTrainedModel, keeps_latents: bool = True) -> ModelSpec:
     recording = first.recording
     reasons = static_reasons(model) + call_reasons(recording, model, is_recurrent)
     if bool(first.logits.isnan().any()):  # nothing could be compared with them
-        reasons.append(
-            "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
-        )
+        reasons.append("; ".join(["its logits are NaN", *weight_doubts(model)]) + ": use another export of its weights")
     found, recurrent = None, tuple[RecurrentSpec, ...]()
     if not reasons:
         found = _find_stack(model, attention, first, ids)

@@ -42,7 +42,7 @@ def static_reasons(model: PreTrainedModel) -> list[str]:
     if found := [name for name, tensor in tensors if tensor.is_inference()]:
         reasons.append(
             f"{', '.join(found[:3])} were made within torch.inference_mode() ({len(found)} tensors), so "
-            "changes of them cannot be noticed: load the model, and move it, outside of it, or within torch.no_grad()"
+            "changes to them cannot be detected: load the model, and move it, outside of it, or within torch.no_grad()"
         )
     if model.get_output_embeddings() is None:
         reasons.append("the model has no output head; expected a causal LM")
@@ -70,7 +70,7 @@ def call_reasons(recording: Recording, model: PreTrainedModel, is_recurrent: boo
     calls = recording.calls
     if not calls and not is_recurrent:
         return [
-            "its attention does not go through AttentionInterface, nor through a method of a kind that we know, so it "
+            "its attention does not go through AttentionInterface, nor through a known kind of method, so it "
             "cannot be routed"
         ]
     dtype = model.get_input_embeddings().weight.dtype
@@ -95,7 +95,7 @@ def call_reasons(recording: Recording, model: PreTrainedModel, is_recurrent: boo
 def foreign_layers(model: PreTrainedModel) -> list[str]:
     """Return a doubt about layers whose type in the config is not known."""
     foreign = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or []) - KNOWN_LAYER_TYPES)
-    return [f"layer types {foreign}: layers of a kind we do not know"] if foreign else []
+    return [f"layer types {foreign}: unknown kinds of layers"] if foreign else []
 
 
 def unrouted_layers(recording: Recording, model: PreTrainedModel) -> list[str]:

@@ -119,7 +119,7 @@ def record_attention(
     """Record an attention call in the current recording, see `Attend`; return zeros."""
     mask = attention_mask
     problems = [
-        f"attention takes a tensor {name!r} that we do not know"
+        f"attention takes an unknown tensor {name!r}"
         for name, value in kw.items()
         if isinstance(value, torch.Tensor) and value.numel() and name not in HARMLESS_TENSORS
     ]

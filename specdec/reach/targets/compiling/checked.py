@@ -156,7 +156,7 @@ def compare(layers: Layers, expected: Expected) -> None:
         error = distance(ours, theirs)
         if math.isnan(error):
             a, b = (int((~t.isfinite().all(-1)).sum()) for t in (ours, theirs))
-            raise GraphError(f"of {len(ours)} rows {a} are not finite compiled, {b} in the live model's")
+            raise GraphError(f"of {len(ours)} rows {a} are not finite when compiled, {b} in the live model")
         if not error <= bound(theirs.dtype) and not error <= (limit := expected.bounds[i]):
             raise GraphError(
                 f"compiled, they differ from the live model's by {error:.1e} of the norm, in forwards of {num_tokens} "

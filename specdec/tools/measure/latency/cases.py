@@ -94,7 +94,7 @@ class Plan:
         for option, known in (("modes", MODES), ("samplings", SAMPLINGS)):
             for name in getattr(self, option):
                 if name not in known:
-                    raise ValueError(f"--{option} {name!r}: expected of {', '.join(known)}")
+                    raise ValueError(f"--{option} {name!r}: expected any of {', '.join(known)}")
         for name, least in (("batches", 1), ("tokens", 1), ("ttft_tokens", 1), ("repeats", 1), ("new_tokens", 2)):
             value = getattr(self, name)
             if min(value if isinstance(value, tuple) else (value,), default=least) < least:

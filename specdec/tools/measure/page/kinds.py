@@ -95,15 +95,15 @@ KINDS = (  # a row belongs to the first kind that accepts it
     RowKind(
         "latency",
         "Time to the first token and of a round",
-        "TTFT is a call with one new token; a round is the time per token (TPOT) times tau. The floor is what reading "
-        "weights and keys once, or multiplying, takes at best on this device.",
+        "TTFT is a call with one new token; a round is the time per token (TPOT) times tau. The floor is the least "
+        "time that reading weights and keys once, or multiplying, takes on this device.",
         lambda row: row.get("what") in ("ttft", "tpot") and "ms" in row,
         completed.latency,
         series=("rounds_of", "mode", "file", "label"),
         charts=(
             Chart("Prefill: time to the first token of one prompt", "lines", "tokens", "_first_token_ms", log="xy"),
             Chart("First tokens of several prompts at once", "dots", SIZE, "_first_tokens_ms", log="x"),
-            Chart("A round beside its floor", "dots", SIZE, "round_ms", log="x"),
+            Chart("A round and its floor", "dots", SIZE, "round_ms", log="x"),
             Chart(
                 *("Tokens/s against batch", "lines", "batch", "tokens/s"),
                 log="xy",
@@ -124,8 +124,8 @@ KINDS = (  # a row belongs to the first kind that accepts it
     ),
     RowKind(
         "peers",
-        "Other ways to the same text",
-        "The same requests by transformers' own ways, by other libraries, and by engines; second run of two.",
+        "Other ways to generate the same text",
+        "The same requests through transformers, other libraries and specdec engines; the second of two runs.",
         lambda row: {"what", "requests"} <= row.keys() and bool({"tokens_per_s", "error"} & row.keys()),
         completed.peers,
         cases=("what", "requests"),
@@ -168,9 +168,9 @@ KINDS = (  # a row belongs to the first kind that accepts it
     ),
     RowKind(
         "bits",
-        "Bits: tokens and logits beside plain decoding",
+        "Bits: tokens and logits compared with plain decoding",
         "Texts equal token for token to plain decoding of the same engine, and rows of logits that differ in any bit, "
-        "up to the first other token. Texts that differ although the engine calls its bits equal are unexplained.",
+        "up to the first differing token. Texts that differ although the engine calls its bits equal are unexplained.",
         lambda row: "logits_differ" in row,
         best=(Best("logits_differ", "rows of logits different, at most", ("emitted", "draft", "way"), pick=max),),
         columns="file draft algo num_steps topk num_draft_tokens way batch against compared equal emitted logits "
@@ -179,7 +179,7 @@ KINDS = (  # a row belongs to the first kind that accepts it
     ),
     RowKind(
         "lossless",
-        "Lossless: texts beside another way's",
+        "Lossless: texts compared with another way's",
         "Texts equal token for token to those of the way named, and how many of the others part where the target's own "
         "two logits are nearly equal, which rounding may decide.",
         lambda row: {"compared", "equal"} <= row.keys(),

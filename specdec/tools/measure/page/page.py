@@ -18,7 +18,7 @@ MOST_NAMED = 3  # measurements in the title
 KIND_NAMES = {
     "peers": "Ways to generate",
     "gsm8k": "GSM8K by prefill mode",
-    "lossless": "Texts beside model.generate",
+    "lossless": "Texts compared with model.generate",
     "faults": "Random faults",
 }
 
