@@ -154,7 +154,7 @@ def test_what_cannot_be_read_is_refused_by_name(models):
         for given, told in (
             ({**first, "image_sizes": first["image_grid_thw"]}, "^image_sizes: the model takes no such inputs"),
             ({**first, "pixel_values": first["pixel_values"].tolist()}, "pixel_values=.*: expected a tensor"),
-            ({**first, "pixel_values": first["pixel_values"][:8]}, "pixel_values: expected 24 patches.*there are 8"),
+            ({**first, "pixel_values": first["pixel_values"][:8]}, "pixel_values: expected 24 patches.*got 8"),
             ({**first, "inputs_embeds": first["pixel_values"]}, "inputs_embeds"),
         ):
             with pytest.raises(ValueError, match=told):

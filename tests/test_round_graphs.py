@@ -452,7 +452,7 @@ def test_imposed_paths_on_a_hand_made_output():
         ({"synthetic_acceptance": (True, 0.4, 0.3)}, r"item 0 is True\): expected a list of shares"),
         ({"synthetic_acceptance": ("0.5", "0.4", "0.3")}, "expected a list of shares"),
         ({"synthetic_acceptance": (0.5, 0.4, 0.3), "topk": 2, "num_draft_tokens": 3}, "no more than 2 drafts"),
-        ({"synthetic_acceptance": (0.5, 0.4)}, "expected num_steps=3 shares"),
+        ({"synthetic_acceptance": (0.5, 0.4)}, "expected num_steps=3 non-increasing shares"),
         ({"synthetic_acceptance": (0.5, 0.6, 0.1)}, "non-increasing shares"),
         ({"synthetic_acceptance": (1.2, 0.6, 0.1)}, "shares of rounds from 1 to 0"),
     ],
