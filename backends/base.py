@@ -89,7 +89,7 @@ def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: 
         widest, known = max(dims), capabilities.head_dims or dims
         most = capabilities.max_latent_dim if layer.v_in_k else capabilities.max_head_dim
         wants = {
-            f"head dims {sorted(dims - known)}, not in {sorted(known)}": bool(dims - known),
+            f"head dims {sorted(dims - known)}, supported: {sorted(known)}": bool(dims - known),
             f"head dim {widest} over {most}": widest > most > 0,
             "chunked attention": layer.chunk is not None and not capabilities.chunks,
             "V as a part of K": not most,

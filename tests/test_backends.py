@@ -704,7 +704,7 @@ def test_head_dims_outside_the_capabilities_are_told():
     some = replace(TritonBackend.capabilities, head_dims=frozenset({64, 128}))
     layers = [LayerSpec(4, 2, 64, 128, 1.0), LayerSpec(4, 2, 96, 96, 1.0)]
     (reason,) = unmet_needs(some, layers, torch.float32)
-    assert reason == "layer 1 needs head dims [96] where there are [64, 128]"
+    assert reason == "layer 1 needs head dims [96], supported: [64, 128]"
     assert not unmet_needs(TritonBackend.capabilities, layers, torch.float32)
 
 

@@ -231,7 +231,7 @@ def test_what_its_kernels_cannot_do_is_refused():
 
     assert reasons(LLAMA, LayerSpec(9, 3, 64, 64, 0.1, window=5, softcap=3.0, has_sinks=True)) == []
     assert reasons(LLAMA, dtype=torch.float32)[0].startswith("dtype torch.float32 is not one of")
-    assert "layer 0 needs head dims [80] where there are [64, 128, 256]" in reasons(LayerSpec(4, 4, 80, 80, 0.1))
+    assert "layer 0 needs head dims [80], supported: [64, 128, 256]" in reasons(LayerSpec(4, 4, 80, 80, 0.1))
     assert "layer 0 needs v_dim different from qk_dim" in reasons(LayerSpec(4, 4, 128, 64, 0.1))
 
 

@@ -148,7 +148,7 @@ def _checked(core: Core, befores: Sequence[list[int]], afters: Sequence[list[int
     for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
         for what, part in (("prompt", before), ("continuation", after)):
             if not part:
-                raise ValueError(f"{what} {i} is empty: expected at least one token; such as BOS")
+                raise ValueError(f"{what} {i} is empty: expected at least one token, such as BOS")
         whole = before + after
         check_ids(core, f"prompt {i} or its continuation holds token", whole)
         num_fed = len(whole) - 1  # nothing follows the last token

@@ -64,7 +64,7 @@ class Lora:
         """Copy the matrices of adapters that are loaded in the model again. ValueError for one that cannot be read, and
         if layers that file adapters belong to are no longer in the model."""
         if not self._placed <= {*self._model.modules()}:
-            raise ValueError("adapters read from files belong to layers that are gone; detach() and attach() again")
+            raise ValueError("adapters read from files belong to layers that are gone")
         self._fill({name: _loaded(self._model, self._stack, name) for name in self._loaded})
 
     def follows(self, change: Change) -> bool:

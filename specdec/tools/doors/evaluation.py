@@ -84,7 +84,7 @@ class EngineLM(HFLM):
         if num_new >= self.max_length:
             raise ValueError(
                 f"max_gen_toks={num_new} leaves no room for a prompt in the engine's max_seq_len={self.max_length}; "
-                "lower it (--gen_kwargs), or attach with more (max_length=...)"
+                "lower it (--gen_kwargs), or raise it at attach (max_length=...)"
             )
         if options.get("temperature") == 0.0 and not options.get("do_sample"):
             del options["temperature"]  # greedy decoding has none
