@@ -497,7 +497,7 @@ def test_attention_that_breaks_a_graph_needs_a_plan_first():
         build([runner], capture, lower="the buckets")
         return runner
 
-    with pytest.raises(RuntimeError, match=r"call AttentionBridge\.plan\(\) before graphs are made"):
+    with pytest.raises(RuntimeError, match=r"call AttentionBridge\.plan\(\) before graphs are captured"):
         made()
     bridge.plan(backend.metadata.prefill(tables.table, torch.tensor([2]), starts=[0], q_lens=[8]), 8)
     assert made()("", {"slots": torch.arange(8)}).shape == (8, 2, 16)
