@@ -421,10 +421,6 @@ class Engine:
             raise ValueError(f"{caller}() takes one prompt, got {len(requests)}; use {batch}() for a batch")
         return requests
 
-    def _requests(self, prompts: Any, input_ids: Any = None, **options: Any) -> list[Request]:
+    def _requests(self, prompts: Any, **options: Any) -> list[Request]:
         """Return checked requests that are not queued yet; the options are those of `generate`."""
-        if input_ids is not None:
-            if prompts is not None:
-                raise ValueError("input_ids and prompts are both given; give one of the two")
-            prompts = input_ids
         return make_requests(self._attached(), self.tokenizer, self.processor, prompts, **options)

@@ -32,6 +32,7 @@ def make_requests(
     processor: Any,
     prompts: Any,
     *,
+    input_ids: Any = None,
     attention_mask: Any = None,
     max_new_tokens: int | Sequence[int] | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -47,6 +48,10 @@ def make_requests(
     **settings: Any,
 ) -> list[Request]:
     """Return one request per prompt, not queued yet; the options are those of `Engine.generate`."""
+    if input_ids is not None:
+        if prompts is not None:
+            raise ValueError("input_ids and prompts are both given; give one of the two")
+        prompts = input_ids
     if sampling is not None:
         _refuse_two_laws(settings)
     priority, deadline = PRIORITY.check("priority", priority), DEADLINE.check("deadline", deadline)

@@ -74,11 +74,13 @@ class Launcher:
         self._may_trust = not self._states and not reports_logits and config.synthetic_acceptance is None
         self.program = Round(parts)
         self.feed = parts.feed
-        write_dummy = partial(rewrite_row, parts.state, parts.tables, parts.ops, parts.config.dummy_row)
+
+        def launch_outside_graphs() -> None:
+            rewrite_row(parts.state, parts.tables, parts.ops, parts.config.dummy_row)
+            mailbox.warm_up()
 
         def prepare() -> None:
-            write_dummy()
-            mailbox.warm_up()
+            launch_outside_graphs()
             self.prefills.plan_warm_ups()
 
         pool = GraphPool(self._device) if self._device.type == "cuda" else None
@@ -93,8 +95,7 @@ class Launcher:
                     rehearse(runners, parts.compiling_kernels(), prepare)
                 is_checked = parts.models.check()
             with torch.inference_mode():
-                write_dummy()
-                mailbox.warm_up()
+                launch_outside_graphs()
                 self.prefills.build()
                 self.rounds.build()
         catch_up = self.program.catch_up
