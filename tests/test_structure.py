@@ -361,6 +361,17 @@ def test_arguments_are_an_object_whatever_the_schema_says(parameters):
     assert begins and all(text.startswith("{") for text in begins)
 
 
+def test_a_tool_without_parameters_takes_no_arguments():
+    """OpenAI: "Omitting parameters defines a function with an empty parameter list"."""
+    form, tools = formats.TOOL_FORMATS["hermes"], structure.tools("tools", [tool_with(None)])
+    grammar = structure.Structure(None, tools, "required", form, None).grammar(False, {})
+    tokenizer = tiny_tokenizer()
+    matcher = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2])).compile(grammar).matcher()
+    opening = form.opening.format(quoted='"f"')
+    assert all(matcher.accept(token) for token in tokenizer.encode(opening + "{"))
+    assert not matcher.accept(tokenizer.encode('"')[0])
+
+
 @pytest.mark.parametrize("name", [n for n, form in formats.TOOL_FORMATS.items() if form.has_json])
 def test_forced_calls_are_what_the_parser_reads(name):
     """A text that the grammar of a format allows is split into the call."""

@@ -75,7 +75,7 @@ def _tool(at: str, tool: Any) -> dict[str, Any]:
         )
     parameters = function.get("parameters")
     if parameters is None:
-        parameters = {"type": "object", "properties": {}}
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}  # no arguments, as OpenAI
     kinds = parameters.get("type", "object") if isinstance(parameters, Mapping) else ""
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
         raise ValueError(f"{at}.function.parameters={shown(parameters)}: expected a JSON schema of an object")
