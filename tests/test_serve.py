@@ -392,6 +392,7 @@ BAD_CHATS = [  # fields, the field at fault, what the message says
     ({"messages": [{"role": "user", "content": None}]}, "messages", "messages[0].content=None"),
     ({"messages": [{**CHAT[0], "tool_calls": [{"id": "x"}]}]}, "messages", "messages[0].tool_calls"),
     ({"stop_token_ids": [1, "a"]}, "stop_token_ids", "token ids"),
+    ({"stop_token_ids": [999999]}, "stop_token_ids", "stop_token_ids: stop ids hold 999999"),
     ({"priority": 1001}, "priority", "from -1000 to 1000"),
     ({"deadline": -1}, "deadline", "from 0 to 1e+09"),
     ({"max_tokens": 1000}, "max_tokens", "max_seq_len"),

@@ -65,9 +65,11 @@ def make_requests(
         eos = frozenset(token for token in eos if token < core.target.spec.vocab_size)
     ids = () if stop_token_ids is None else [stop_token_ids] if is_whole(stop_token_ids) else stop_token_ids
     strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
-    stop_ids = tuple(sorted({*eos, *TOKEN_IDS.check("stop_token_ids", ids), *special}))
+    ids = TOKEN_IDS.check("stop_token_ids", ids)
+    stop_ids = tuple(sorted({*eos, *ids, *special}))
     if len(stop_ids) > MAX_STOP_IDS:
         raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}; pass fewer stop_token_ids")
+    check_ids(core, "stop_token_ids: stop ids hold", ids)
     check_ids(core, "stop ids hold", stop_ids)
     laws = _laws(sampling, merged, batch)
     if core.config.synthetic_acceptance is not None:  # it draws random numbers even for greedy requests
