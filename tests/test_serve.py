@@ -356,6 +356,7 @@ BAD_CHATS = [  # fields, the field at fault, what the message says
     ({"frequency_penalty": "1"}, "frequency_penalty", "frequency_penalty='1': expected a number from -2 to 2"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "the server's own"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "the server's own"),
+    ({"chat_template_kwargs": {"conversations": 1}}, "chat_template_kwargs", "the server's own"),
     ({"temperature": -1}, "temperature", "expected 0 or a number"),
     ({"temperature": float("nan")}, "temperature", "expected 0 or a number"),
     ({"temperature": 1e-9}, "temperature", "expected 0 or a number"),

@@ -126,7 +126,7 @@ def _options(body: Body, tokenizer: Any) -> dict[str, Any]:
         raise ValueError("messages: the engine has no tokenizer; send token ids to /v1/completions")
     options = body.get("chat_template_kwargs", {})
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-    reserved = sorted(options.keys() & {"messages", "tokenizer", *parameters})
+    reserved = sorted(options.keys() & {"messages", "tokenizer", "self", "conversations", *parameters})
     if reserved:
         raise ValueError(f"chat_template_kwargs: {reserved[0]} is the server's own: leave it out")
     if body.get("tools") and body.get("tool_choice") != "none":
