@@ -392,6 +392,11 @@ BAD_CHATS = [  # fields, the field at fault, what the message says
     ),
     ({"messages": [{"role": "user", "content": None}]}, "messages", "messages[0].content=None"),
     ({"messages": [{**CHAT[0], "tool_calls": [{"id": "x"}]}]}, "messages", "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]},
+        "messages",
+        "messages[0].tool_call_id=5: expected a string",
+    ),
     ({"stop_token_ids": [1, "a"]}, "stop_token_ids", "token ids"),
     ({"stop_token_ids": [999999]}, "stop_token_ids", "stop_token_ids: stop ids hold 999999"),
     ({"priority": 1001}, "priority", "from -1000 to 1000"),

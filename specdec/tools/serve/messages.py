@@ -51,7 +51,7 @@ def _message(name: str, value: Any, reads_images: bool) -> dict[str, Any]:
     made["content"] = (_parts if has_images else text_of)(f"{name}.content", content)
     for key in own:
         if value.get(key):
-            made[key] = tool_calls(f"{name}.{key}", value[key]) if key == "tool_calls" else check_text(key, value[key])
+            made[key] = (tool_calls if key == "tool_calls" else check_text)(f"{name}.{key}", value[key])
     if not made["content"] and "reasoning_content" in made:
         made["thinking"] = made["reasoning_content"]  # as GPT-OSS's template calls it, which takes no content beside it
     return made
