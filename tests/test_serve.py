@@ -439,6 +439,8 @@ def test_bad_bodies(words):
     with pytest.raises(openai.BadRequestError, match="logprobs"):
         words.api.chat.completions.create(model=NAME, messages=CHAT, logprobs=True)
     assert words.http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+    wrong = words.http.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST"), wrong.text
 
 
 def test_adapters_are_served_as_models_of_their_names(tmp_path):

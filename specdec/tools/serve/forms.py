@@ -5,7 +5,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,9 +178,9 @@ def _scored(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
-def as_json(content: Any, status: int = 200) -> Response:
+def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Make a JSON response in ASCII: quoted client text may not be encodable."""
-    return Response(json.dumps(content), status, media_type="application/json")
+    return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
 def event(content: Any) -> str:

@@ -141,7 +141,7 @@ class Endpoints:
     async def fail(self, _: Request, error: Exception) -> Response:
         status, content = (499, {}) if isinstance(error, Gone) else problem(error)
         self.answers.labels(status).inc()
-        return as_json(content, status)
+        return as_json(content, status, getattr(error, "headers", None))  # a 405 says what is allowed
 
     async def complete(self, request: Request, is_chat: bool) -> "Response | EventStream":
         """POST /v1/chat/completions and /v1/completions: answer with the whole text or a stream of it."""
