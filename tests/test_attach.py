@@ -76,6 +76,16 @@ def test_a_softcap_that_the_models_own_attention_leaves_out_is_named():
     specdec.attach(model).detach()
 
 
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_models_that_return_tuples_are_refused_as_such(name):
+    model = tiny_model(name)
+    model.config.return_dict = False
+    with pytest.raises(specdec.AttachError, match=r"return_dict=False.*: set model.config.return_dict = True"):
+        specdec.attach(model)
+    model.config.return_dict = True
+    specdec.attach(model).detach()
+
+
 def test_encoder_decoders_are_refused_as_such():
     sizes = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
     sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}

@@ -60,6 +60,8 @@ def failure_reasons(error: Exception, recording: Recording, model: PreTrainedMod
             f"its parameters have several dtypes, which its forward cannot compute with: {found}; expected one: "
             f"model.to({model.get_input_embeddings().weight.dtype}), or load it with dtype=... ({error})"
         ]
+    if not (model.config.return_dict and model.config.get_text_config().return_dict):
+        return ["its config has return_dict=False, so its modules return tuples: set model.config.return_dict = True"]
     if recording.masks and not recording.calls:  # recorded masks are stand-ins, and cannot be computed with
         return [f"its layers compute with masks themselves, so their attention cannot be routed ({error})"]
     return [f"the probe forward failed: {error}"]
