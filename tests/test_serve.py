@@ -619,6 +619,11 @@ def test_keys_that_clients_cannot_send_are_refused(key):
         serve_command(target="no such target", api_key=key)
 
 
+def test_a_log_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(FileNotFoundError, match="none/log"):
+        serve_command(target="no such target", log=tmp_path / "none" / "log")
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -73,6 +73,8 @@ class Serve(WithDraft):
 
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             raise ValueError("--api-key: expected visible ASCII characters, which any client can send; choose another")
+        if self.log is not None:
+            self.log.open("a").close()  # an OSError before the target is loaded
         with ApiServer(self.host, self.port) as server:
             model, tokenizer = self.load()
             # on a CPU a larger batch slows each request, and its pool fills the memory
