@@ -23,7 +23,7 @@ from specdec.reach.targets.shape import LAST, TargetShape
 from specdec.reach.targets.weight_bytes import verify_cost
 from specdec.tools.commands.doctor import PROMPTS, print_findings, prompt_ids
 from specdec.tools.doctor.examine import examine, measure_verify, verdict, verify_remark
-from specdec.tools.doctor.facts import facts_of, weight_problems
+from specdec.tools.doctor.facts import facts_of, untouched_norm, weight_problems
 from specdec.tools.doctor.readings import ALTERNATIVES, Trial, doubts, search
 from specdec.tools.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
 from specdec.tools.measure import roofline
@@ -201,6 +201,18 @@ def test_untrained_heads_are_told_from_misread_ones(model, prompts, algo):
         assert found["defects"] == ["untrained or random"], found["remarks"]
     else:  # a fresh head hands its feature on, which is right wherever the target repeats itself
         assert not found["defects"]
+
+
+def test_norms_that_a_few_steps_of_training_moved_are_untouched(model):
+    """A head that has hardly learnt passes its input through, which agrees more often with a later layer's."""
+    head = fresh("eagle3", model).requires_grad_(False)
+    norms = [p for name, p in head.named_parameters() if "norm" in name]
+    for norm in norms:
+        norm += 0.005 * torch.rand(norm.shape)
+    assert untouched_norm(head) == "midlayer.input_layernorm.weight"
+    for norm in norms:
+        norm += 0.05 * torch.rand(norm.shape)
+    assert untouched_norm(head) is None
 
 
 def test_a_gain_that_may_be_chance_is_a_remark():

@@ -177,7 +177,7 @@ def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> 
     if found.get("embedding_likeness", 1.0) < UNLIKE:
         why = "its own embedding has nothing in common with the target's"
     elif isinstance(draft, DraftHead) and untouched_norm(draft):
-        why = f"{untouched_norm(draft)} has one value throughout, as norms are initialised"
+        why = f"{untouched_norm(draft)} has one value within 1%, as norms are initialised"
     else:
         why = "it is untrained, or was trained for another target"
     return "untrained or random", f"it agrees no more than chance under every reading: {why}"
