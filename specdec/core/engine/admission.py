@@ -31,6 +31,7 @@ def make_requests(
     tokenizer: Any,
     processor: Any,
     prompts: Any,
+    /,
     *,
     input_ids: Any = None,
     attention_mask: Any = None,

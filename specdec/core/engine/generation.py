@@ -105,16 +105,19 @@ REFUSED_ARGUMENTS = MappingProxyType(
         "negative_prompt_ids": "classifier-free guidance needs a second forward",
         "inputs_embeds": "prompts are token ids or text",
         "custom_generate": "call model.generate for it",
+        "tokenizer": "attach(..., tokenizer=...) takes it",
     }
 )
 
 _ACCEPTED = HONOURED | HARMLESS
 # Arguments of `Engine.generate` that are not settings, and what others call some of its arguments.
 _ENDS = ("stop", "stop_token_ids", "ignore_eos", "deadline")
-_ENGINES = ("attention_mask", "sampling", "generation_config", *_ENDS, "priority", "grammar", "skip_special_tokens")
+_PROMPTS = ("input_ids", "attention_mask", "adapter")
+_ENGINES = (*_PROMPTS, "sampling", "generation_config", *_ENDS, "priority", "grammar", "skip_special_tokens")
 _ALIASES = MappingProxyType(
     dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens")
     | {"min_tokens": "min_new_tokens", "stop_sequences": "stop", "bad_words": "bad_words_ids", "temp": "temperature"}
+    | {"inputs": "input_ids", "prompt": "prompts", "prompts": "prompt"}
 )
 _LENGTH = whole(0)
 # Settings that SamplingParams has under the same name, besides LAW.
