@@ -109,6 +109,13 @@ def test_generate_in_a_pipe_prints_the_text_only(folder, capsys, monkeypatch):
     assert "on this CPU a round of S=" in errors  # and so whether it pays, or that there is no draft
 
 
+def test_options_that_need_sampling_name_the_option_that_samples(folder, capsys, monkeypatch):
+    code, _, errors = run(capsys, monkeypatch, "generate", "w5", "--target", folder / "target", "--top-k", 5)
+    assert code == 2 and errors.endswith(
+        "specdec: --top-k 5 does nothing in greedy decoding, the model's default: add --temperature 1\n"
+    )
+
+
 def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, capsys):
     model, tokenizer = load_pretrained(folder / "target")
     engine = attach(model, folder / "head", tokenizer=tokenizer, max_seq_len=64)
