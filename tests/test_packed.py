@@ -13,7 +13,7 @@ from specdec.backends.gates import gate_twin
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.experts.quantised import grouped_fp8, grouped_mxfp4
 from specdec.backends.triton.linear import fp8 as fp8_kernels
-from specdec.backends.triton.linear import gated_fp8, norms
+from specdec.backends.triton.linear import gated_fp8, norms, quantised
 from specdec.backends.triton.linear import packed as packed_kernels
 from specdec.reach.targets.adapters.quantised import _read_nf4
 from tests.early_starts import check_early_starts
@@ -68,6 +68,17 @@ def close(ours, theirs, bits):
     ],
 )
 def test_packed_products_equal_their_twin(num_rows, K, group, dtype, activation):
+    check_packed(num_rows, K, group, dtype, activation)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_packed_products_in_eight_splits_equal_their_twin(num_rows, monkeypatch):
+    """With splits of one or two blocks; those of a K that is long enough take the interpreter 20 s."""
+    monkeypatch.setattr(quantised, "splits_of", lambda num_blocks: 8)
+    check_packed(num_rows, 1152, 128, torch.bfloat16, "")
+
+
+def check_packed(num_rows, K, group, dtype, activation):
     sizes = (48, 48) if activation else (48, 16, 80)
     layers = [int4(N, K, group, dtype, has_zeros=True, seed=N + i) for i, N in enumerate(sizes)]
     words, scales = zip(*(packed.pack(*layer) for layer in layers), strict=True)
@@ -253,12 +264,12 @@ def test_products_with_experts_in_fp8_equal_their_twin(num_tokens, activation):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["", "silu"])
-@pytest.mark.parametrize("is_nf4", [False, True])
-def test_bits_of_packed_products_depend_on_neither_rows_nor_tiles(is_nf4, activation):
-    layers = [int4(4096, 2048, 64, torch.bfloat16, has_zeros=not is_nf4, seed=i) for i in range(2)]
+@pytest.mark.parametrize(("is_nf4", "K"), [(False, 2048), (True, 2048), (False, 8192), (False, 1920)])
+def test_bits_of_packed_products_depend_on_neither_rows_nor_tiles(is_nf4, K, activation):
+    layers = [int4(4096, K, 64, torch.bfloat16, has_zeros=not is_nf4, seed=i) for i in range(2)]
     packs = [packed.pack_nf4(*layer[:2]) if is_nf4 else packed.pack(*layer) for layer in layers]
     words, scales = zip(*packs, strict=True)
-    x = random(300, 2048)
+    x = random(300, K)
     full = packed.packed_linear(x, words, scales, [], activation)
     for rows in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128):
         assert packed.packed_linear(x[:rows], words, scales, [], activation).equal(full[:rows])

@@ -1,6 +1,6 @@
 """Products of few rows with experts in MXFP4 on Hopper: a thread multiplies the weights that it loads.
 
-Nothing goes through shared memory, and no warp waits for another; see `linear.quarters`. Of four warps, two have even
+Nothing goes through shared memory, and no warp waits for another; see `linear.few`. Of four warps, two have even
 and two have odd blocks of 128 features, so sums are those of `quantised`, in the same order. Rows are loaded as 32-bit
 words of two features each, which takes fewer registers.
 """

@@ -1,10 +1,10 @@
 """Common parts of products with quantised weights: up to three of them, such as Q, K and V, run in one launch, and K is
-summed in quarters, each over its blocks of 128 features in order; quarters are added in order at the end. So the bits
-of a row depend on neither the tile nor the other rows.
+split in four or eight, each summed over its blocks of 128 features in order; the splits are added in order at the end.
+So the bits of a row depend on neither the tile nor the other rows.
 
-For few rows, one tensor-core product has two or all four quarters (`pack`): both operands, rows and columns, are
-repeated once per quarter, and only the blocks on the diagonal of the product count. So there are more programs, each
-with fewer columns and a shorter loop. On Hopper, each quarter of packed weights has a warp of its own: `quarters`.
+For few rows, one tensor-core product has two or four splits (`pack`): both operands, rows and columns, are repeated
+once per split, and only the blocks on the diagonal of the product count. So there are more programs, each with fewer
+columns and a shorter loop. On Hopper, each split of packed weights has a warp of its own: `few`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, quarters of K in one product, warps of a program, and pipeline stages."""
+    """Rows and columns of a tile, splits of K in one product, warps of a program, and pipeline stages."""
 
     m: int
     n: int
@@ -50,6 +50,11 @@ class Tiles(NamedTuple):
         tile = tiles[sum(num_rows > limit for limit in (4, 8, 16, 32, 64, 128))]
         loaded = tile.pack * (self.row_bytes * tile.m + self.column_bytes * tile.n * (2 if is_gated else 1))
         return tile._replace(num_stages=max(1, min(tile.num_stages, shared // loaded)))
+
+
+def splits_of(num_blocks: int) -> int:
+    """Return the splits of K of packed weights: eight of a long K, so that few rows have enough warps."""
+    return 8 if num_blocks >= 64 else 4
 
 
 @triton.jit

@@ -15,9 +15,18 @@ from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, cached_launch, follows_early, wait_for_others
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.launch.sizes import cdiv
-from specdec.backends.triton.linear import quarters
+from specdec.backends.triton.linear import few
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import Tile, Tiles, filled, finished, part_of, picked, with_diagonal
+from specdec.backends.triton.linear.parts import (
+    Tile,
+    Tiles,
+    filled,
+    finished,
+    part_of,
+    picked,
+    splits_of,
+    with_diagonal,
+)
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import eighths_of_words, in_order, scales_of
 
@@ -80,6 +89,7 @@ def _quantised_kernel(
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     IS_UNEVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
     PACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -90,7 +100,7 @@ def _quantised_kernel(
 
     num_blocks: of 128 features. GROUP: features per scale of 4-bit weights; for FP8, 0 for scales by block, -1 by
     channel. ACTIVATION: "" for plain products; else the first part is gate, the second is up. IS_UNEVEN: the last
-    quarters of K may be shorter.
+    splits of K may be shorter.
     """
     N, n0, n1, n2, stride = N * 16, n0 * 16, n1 * 16, n2 * 16, stride * 16
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -100,15 +110,15 @@ def _quantised_kernel(
     i, j = tl.arange(0, PACK * BLOCK_N), tl.arange(0, PACK * BLOCK_M)
     n, m = (number * BLOCK_N + i % BLOCK_N).to(tl.int64), (tl.program_id(0) * BLOCK_M + j % BLOCK_M).to(tl.int64)
     is_column, is_row = n < size, m < num_rows
-    quarter = tl.cdiv(num_blocks, 4)
+    split = tl.cdiv(num_blocks, SPLITS)
     wait_for_others(PDL, False)
     if GROUP <= 0:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = total
-    for first in range(0, 4, PACK):
-        of_n, of_m = (first + i // BLOCK_N) * quarter, (first + j // BLOCK_M) * quarter
+    for first in range(0, SPLITS, PACK):
+        of_n, of_m = (first + i // BLOCK_N) * split, (first + j // BLOCK_M) * split
         rows = x + m * stride + of_m * 128
         if GROUP <= 0:
             row_scales, at = scales_of_rows + m * num_blocks + of_m, (n * num_blocks + of_n) * 128
@@ -118,7 +128,7 @@ def _quantised_kernel(
             at = (of_n * size + n) * 16
             sums = tl.zeros([PACK * BLOCK_N, PACK * BLOCK_M], tl.float32)
         up_sums = sums
-        for t in tl.range(0, quarter, num_stages=NUM_STAGES):
+        for t in tl.range(0, split, num_stages=NUM_STAGES):
             has_n, has_m = is_column, is_row
             if IS_UNEVEN:
                 has_n, has_m = has_n & (of_n + t < num_blocks), has_m & (of_m + t < num_blocks)
@@ -171,23 +181,24 @@ def launch(
     out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    by_quarters = group > 0 and quarters.takes(num_rows, bool(activation))
-    if by_quarters:
-        tile = Tile(8 if num_rows <= 8 else 16, quarters.COLUMNS.value, 4, 4, 1)
-        constants: dict[str, Any] = {"AHEAD": quarters.AHEAD_GATED if activation else quarters.AHEAD}
-        constants["JOINED"] = len(weights) > 1
+    splits = splits_of(num_blocks) if group > 0 else 4
+    is_few = group > 0 and few.takes(num_rows, bool(activation))
+    if is_few:
+        tile = Tile(8 if num_rows <= 8 else 16, few.COLUMNS.value, 1, splits, 1)
+        constants: dict[str, Any] = {"STEP": few.step_of(splits, bool(activation))}
     else:
         tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
         constants = {"PACK": tile.pack, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
     num_columns = sum(cdiv(size, tile.n) for size in own)
-    grid = (num_columns,) if by_quarters else (cdiv(num_rows, tile.m), num_columns)
-    rows = [x] if by_quarters else [x, x if row_scales is None else row_scales]
+    grid = (num_columns,) if is_few else (cdiv(num_rows, tile.m), num_columns)
+    rows = [x] if is_few else [x, x if row_scales is None else row_scales]
     tensors = *rows, *filled(weights), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)), x.stride(0))]
     args = *tensors, num_rows, num_blocks, *units
     is_early = follows_early(num_rows)
     constants |= {"GROUP": group, "ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}
-    constants |= {"IS_UNEVEN": num_blocks % 4 > 0, "BLOCK_M": tile.m, "PDL": is_early}
-    kernel = quarters.quarters_kernel if by_quarters else _quantised_kernel
+    constants |= {"SPLITS": splits, "BLOCK_M": tile.m, "PDL": is_early}
+    constants["IS_UNEVEN"] = num_blocks % (splits * constants.get("STEP", 1)) > 0
+    kernel = few.packed_few_rows_kernel if is_few else _quantised_kernel
     cached_launch(kernel, tile.num_warps, tile.num_stages, is_early)(grid, *args, **constants)
     return out
