@@ -12,8 +12,8 @@ from specdec.backends.experts import quantised as experts
 from specdec.backends.gates import gate_twin
 from specdec.backends.linear import fp8, packed
 from specdec.backends.triton.experts.quantised import grouped_fp8, grouped_mxfp4
+from specdec.backends.triton.linear import few, gated_fp8, norms
 from specdec.backends.triton.linear import fp8 as fp8_kernels
-from specdec.backends.triton.linear import gated_fp8, norms, quantised
 from specdec.backends.triton.linear import packed as packed_kernels
 from specdec.reach.targets.adapters.quantised import _read_nf4
 from tests.early_starts import check_early_starts
@@ -74,7 +74,7 @@ def test_packed_products_equal_their_twin(num_rows, K, group, dtype, activation)
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_packed_products_in_eight_splits_equal_their_twin(num_rows, monkeypatch):
     """With splits of one or two blocks; those of a K that is long enough take the interpreter 20 s."""
-    monkeypatch.setattr(quantised, "splits_of", lambda num_blocks: 8)
+    monkeypatch.setattr(few, "splits_of", lambda num_blocks: 8)
     check_packed(num_rows, 1152, 128, torch.bfloat16, "")
 
 

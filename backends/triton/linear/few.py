@@ -29,6 +29,11 @@ def takes(num_rows: int, is_gated: bool) -> bool:
     return num_rows <= (MOST_GATED if is_gated else MOST_ROWS) and (INTERPRETED or capability() == 90)
 
 
+def splits_of(num_blocks: int) -> int:
+    """Return the splits of K of packed weights, in any product: eight of a long K, where this kernel needs warps."""
+    return 8 if num_blocks >= 64 and takes(1, False) else 4
+
+
 def step_of(splits: int, is_gated: bool) -> int:
     """Return how many blocks of each split are loaded at once: more where a multiprocessor has few warps."""
     return 2 if splits == 4 and not is_gated else 1

@@ -52,11 +52,6 @@ class Tiles(NamedTuple):
         return tile._replace(num_stages=max(1, min(tile.num_stages, shared // loaded)))
 
 
-def splits_of(num_blocks: int) -> int:
-    """Return the splits of K of packed weights: eight of a long K, so that few rows have enough warps."""
-    return 8 if num_blocks >= 64 else 4
-
-
 @triton.jit
 def picked(first, second, third, part):
     """Return the argument of part 0, 1 or 2: a pointer, or a number."""

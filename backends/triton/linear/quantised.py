@@ -17,16 +17,7 @@ from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.launch.sizes import cdiv
 from specdec.backends.triton.linear import few
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import (
-    Tile,
-    Tiles,
-    filled,
-    finished,
-    part_of,
-    picked,
-    splits_of,
-    with_diagonal,
-)
+from specdec.backends.triton.linear.parts import Tile, Tiles, filled, finished, part_of, picked, with_diagonal
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import eighths_of_words, in_order, scales_of
 
@@ -181,7 +172,7 @@ def launch(
     out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    splits = splits_of(num_blocks) if group > 0 else 4
+    splits = few.splits_of(num_blocks) if group > 0 else 4
     is_few = group > 0 and few.takes(num_rows, bool(activation))
     if is_few:
         tile = Tile(8 if num_rows <= 8 else 16, few.COLUMNS.value, 1, splits, 1)
