@@ -69,7 +69,8 @@ def test_keys_hosts_and_origins(tiny):
     with httpx.Client(base_url=tiny.url) as stranger:
         assert stranger.get("/v1/models").status_code == 401 and stranger.get("/health").status_code == 200
         for key, status in (("Bearer secreu", 401), ("Basic secret", 401), ("bearer secret", 200)):
-            assert stranger.get("/v1/models", headers={"authorization": key}).status_code == status
+            answer = stranger.get("/v1/models", headers={"authorization": key})
+            assert answer.status_code == status and ("www-authenticate" in answer.headers) == (status == 401)
     for host, status in (("evil.example:8000", 400), ("[", 400), ("[::1]:8000", 200), ("127.0.0.1", 200)):
         answer = tiny.http.get("/v1/models", headers={"host": host})
         assert answer.status_code == status and ("--allowed-hosts" in answer.text) == (status == 400)

@@ -36,7 +36,7 @@ class Guard:
             await self.app(scope, receive, send)
         else:
             status, content = problem(error)
-            await as_json(content, status)(scope, receive, send)
+            await as_json(content, status, error.headers)(scope, receive, send)
 
     def _refusal(self, headers: Headers, path: str) -> HTTPException | None:
         host = headers.get("host")
@@ -45,7 +45,8 @@ class Guard:
         if self.api_key is not None and path.startswith("/v1/"):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not secrets.compare_digest(key.encode(), self.api_key.encode()):
-                return HTTPException(401, "the header 'Authorization: Bearer KEY' is missing, or its key is wrong")
+                why = "the header 'Authorization: Bearer KEY' is missing, or its key is wrong"
+                return HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
         return None
 
 
