@@ -17,6 +17,7 @@ httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")  # before test_serve, whose import it would break off
 from specdec.tools.serve.forms import AnswerForm  # noqa: E402
 from specdec.tools.serve.intake import StreamPiece  # noqa: E402
+from specdec.tools.serve.tokens import Tokens  # noqa: E402
 from tests.test_serve import CHAT, TOKENIZER, serving  # noqa: E402
 
 schema = pytest.importorskip("specdec.tools.serve.schema")
@@ -128,12 +129,15 @@ def test_tokens_of_logprobs_keep_their_spaces():
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     words.decoder = decoders.Sequence(parts)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
-    assert [server.text_of_token(tokenizer, i) for i in range(1, 6)] == [" the", "the", "\ufffd", "</s>", " "]
-    assert [server.text_of_token(TOKENIZER, i) for i in (65, 0xC3)] == [TOKENIZER.decode([i]) for i in (65, 0xC3)]
+    spelled = [Tokens(tokenizer).spell(i) for i in range(1, 6)]
+    assert [text for text, _ in spelled] == [" the", "the", "\ufffd", "</s>", " "]
+    assert spelled[0][1] == list(b" the") and spelled[2][1] == [0xC3]  # half a character
+    assert [Tokens(TOKENIZER).spell(i) for i in (65, 0xC3)] == [(TOKENIZER.decode([65]), [65]), ("\ufffd", None)]
 
 
 def test_of_tokens_with_one_text_the_best_logprob_counts():
-    form = AnswerForm(is_chat=False, model="m", num_top=3, token_text={1: "a", 2: "\ufffd", 3: "\ufffd"}.get)
+    spelled = {1: ("a", [97]), 2: ("\ufffd", [0xC3]), 3: ("\ufffd", [0xA9])}
+    form = AnswerForm(is_chat=False, model="m", num_top=3, spell=spelled.get)
     piece = StreamPiece(0, "", None, [2], [TokenLogprob(-0.25, [(2, -0.25), (1, -2.0), (3, -3.0)])])
     assert form.whole([[piece._replace(finish_reason="length")]], {})["choices"][0]["logprobs"]["top_logprobs"] == [
         {"\ufffd": -0.25, "a": -2.0}

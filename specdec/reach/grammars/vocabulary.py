@@ -39,7 +39,7 @@ class Vocabulary:
         own.no_padding()
         own.no_truncation()
         own.encode_special_tokens = True  # the name of a special token, within a text, is text
-        read = _byte_level if "ByteLevel" in _kinds_of(json.loads(own.to_str())) else _spm
+        read = byte_reader(own)
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if i < vocab_size}
         names = tokenizer.convert_ids_to_tokens(list(range(min(vocab_size, len(tokenizer)))))
         tokens = [str(added[i]).encode() if i in added else read(name or "") for i, name in enumerate(names)]
@@ -65,6 +65,11 @@ class _Encoder:
                 if b"".join(self._tokens[i] for i in ids[skip:]) == data:
                     return ids[skip:]
         return [self._by_byte[data[i : i + 1]] for i in range(len(data))]
+
+
+def byte_reader(backend: Any) -> Callable[[str], bytes]:
+    """Return a function from names of tokens to their bytes; backend: a tokenizer of `tokenizers`."""
+    return _byte_level if "ByteLevel" in _kinds_of(json.loads(backend.to_str())) else _spm
 
 
 def _kinds_of(described: dict[str, Any]) -> set[str]:

@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from specdec.core.errors import CapacityError, DetachedError
-from specdec.core.text.detokenizer import REPLACEMENT
 from specdec.tools.serve.intake import Busy, Closing, Failed, StreamPiece
 from specdec.tools.serve.schema import NAMES
 from specdec.tools.serve.splitting import Part, Splitter
@@ -31,13 +30,14 @@ class AnswerForm:
     """One answer of a chat, or of a text completion.
 
     num_top: best tokens whose log-probabilities are sent beside each token's own; None: no log-probabilities are.
-    token_text: returns the text of one token. splitters: of a chat, one a choice, where answers have more than content.
+    spell: returns a token's text and bytes, see `tokens`. splitters: of a chat, one a choice, where answers have more
+    than content.
     """
 
     is_chat: bool
     model: str
     num_top: int | None
-    token_text: Callable[[int], str]
+    spell: Callable[[int], tuple[str, list[int] | None]]
     splitters: Sequence[Splitter] = ()
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -100,8 +100,8 @@ class AnswerForm:
         if self.num_top is None:
             return None
         scored = [pair for piece in pieces for pair in zip(piece.tokens, piece.logprobs, strict=True)]
-        tops = [[(self.token_text(t), max(p, LEAST_LOGPROB)) for t, p in of.top[: self.num_top]] for _, of in scored]
-        own = [(self.token_text(token), of.logprob) for token, of in scored]
+        tops = [[(*self.spell(t), max(p, LEAST_LOGPROB)) for t, p in of.top[: self.num_top]] for _, of in scored]
+        own = [(*self.spell(token), of.logprob) for token, of in scored]
         if self.is_chat:
             content = [
                 {**_scored(*one), "top_logprobs": [_scored(*t) for t in top]}
@@ -109,13 +109,13 @@ class AnswerForm:
             ]
             return {"content": content, "refusal": None}
         offsets = []
-        for text, _ in own:
+        for text, _, _ in own:
             offsets.append(self._lengths[pieces[0].choice])
             self._lengths[pieces[0].choice] += len(text)
         return {
-            "tokens": [text for text, _ in own],
+            "tokens": [text for text, _, _ in own],
             "text_offset": offsets,
-            "token_logprobs": [logprob for _, logprob in own],
+            "token_logprobs": [logprob for _, _, logprob in own],
             "top_logprobs": [_best(top) for top in tops],
         }
 
@@ -165,17 +165,17 @@ def message_of(parts: Sequence[Part]) -> dict[str, Any]:
     return message | ({"tool_calls": list(calls.values())} if calls else {})
 
 
-def _best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+def _best(top: Sequence[tuple[str, list[int] | None, float]]) -> dict[str, float]:
     """Return `top`, best first, as an object: of tokens with the same text, parts of characters mostly, the best."""
     found: dict[str, float] = {}
-    for text, logprob in top:
+    for text, _, logprob in top:
         found.setdefault(text, logprob)
     return found
 
 
-def _scored(text: str, logprob: float) -> dict[str, Any]:
-    """Return a token of a chat's log-probabilities; it has no bytes where it is a part of a character."""
-    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+def _scored(text: str, data: list[int] | None, logprob: float) -> dict[str, Any]:
+    """Return a token of a chat's log-probabilities."""
+    return {"token": text, "logprob": logprob, "bytes": data}
 
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

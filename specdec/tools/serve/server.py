@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TextIO
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Metric, generate_latest
@@ -31,6 +31,7 @@ from specdec.tools.serve.host import hosted
 from specdec.tools.serve.images import MOST_BYTES as MOST_IMAGE_BYTES
 from specdec.tools.serve.intake import Gone, Intake, StreamPiece
 from specdec.tools.serve.schema import MOST_VALUES, Body, parse
+from specdec.tools.serve.tokens import Tokens
 
 NUM_TEXT_TOKENS = 16  # of a text completion that gives no length, as OpenAI's
 MOST_BYTES = 2 * 2**20  # of a body, besides 16 for every token of the longest request
@@ -123,7 +124,7 @@ class Endpoints:
         self.most_bytes += MOST_IMAGE_BYTES * engine.facts.reads_images
         self.dialect = Dialect(engine)
         self._compiling = asyncio.Semaphore(COMPILING)
-        self.token_text = lru_cache(2**16)(partial(text_of_token, engine.tokenizer))
+        self.tokens = Tokens(engine.tokenizer)
 
     async def models(self, _: Request) -> Response:
         return as_json({"object": "list", "data": [*self.served.values()]})
@@ -156,7 +157,7 @@ class Endpoints:
             pieces = self.intake.follow(call, partial(_until_gone, request))
             await anext(pieces)  # raises for a refused request, before a stream begins
         texts = call.texts
-        form = AnswerForm(is_chat, name, body.num_top, self.token_text, self.dialect.splitters(body, texts))
+        form = AnswerForm(is_chat, name, body.num_top, self.tokens.spell, self.dialect.splitters(body, texts))
         if body.stream:
             return EventStream(self._stream(body, form, texts, pieces))
         choices: list[list[StreamPiece]] = [[] for _ in texts]
@@ -233,14 +234,6 @@ class EventStream:
             async for text in self.texts:
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def text_of_token(tokenizer: Any, token: int) -> str:
-    """Return the text of a token that follows others, with its leading space, which some tokenizers (Llama 2, Mistral)
-    drop from the first token."""
-    once = tokenizer.decode([token])
-    twice = tokenizer.decode([token, token])
-    return twice[len(once) :] if twice.startswith(once) and twice.endswith(once) else once
 
 
 def new_tokens(body: Body, prompt_len: int, max_seq_len: int) -> int:
