@@ -184,8 +184,8 @@ def packed_few_rows_kernel(
         if ACTIVATION != "":
             next_up = _weights(w1 + at, s1 + n, first, later, left, size, GROUP, IS_UNEVEN, STEP)
         next_features = _rows(rows, later, left_of_row, IS_UNEVEN, STEP)
-        # Always true. The assembler moves loads behind products, next to where they are waited for, but not past a
-        # branch; if the condition did not depend on t, it would make two loops of this one.
+        # Always true: ptxas moves loads behind products, next to where it waits for them, but not past a branch. A
+        # condition that does not depend on t would be hoisted out of the loop.
         if t < num_blocks:
             sums = _added(sums, features, weights, GROUP, UPCAST)
             if ACTIVATION != "":
