@@ -1,4 +1,4 @@
-"""Hand-made LoRA: what PEFT's layers do, by the same plain attributes, in a few lines."""
+"""Minimal LoRA layers with the plain attributes and the arithmetic of PEFT's."""
 
 import json
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with low-rank adapters by name, of which `active` are added, or the `merged` ones are in it."""
+    """A linear layer with named low-rank adapters: adds the `active` ones; the `merged` ones are in its weight."""
 
     def __init__(self, base, names="ab", rank=4, dropout=0.3, seed=0):
         super().__init__()
@@ -39,7 +39,7 @@ class LoraLinear(nn.Module):
         return out
 
     def merge(self, sign=1):
-        """Add what is active to the base weights, as PEFT does: through `.data`."""
+        """Add the active adapters to the base weights through `.data`, as PEFT does."""
         for name in self.active:
             self.base_layer.weight.data += (
                 sign * self.scaling[name] * self.lora_B[name].weight.data @ self.lora_A[name].weight.data
@@ -48,7 +48,7 @@ class LoraLinear(nn.Module):
 
 
 def with_lora(model, **settings):
-    """Give two layers of a tiny Llama adapters; return the model in eval mode."""
+    """Add adapters to two layers of a tiny Llama; return the model in eval mode."""
     for i, layer in enumerate(model.model.layers[:2]):
         layer.mlp.up_proj = LoraLinear(layer.mlp.up_proj, seed=10 * i, **settings)
         layer.self_attn.v_proj = LoraLinear(layer.self_attn.v_proj, seed=10 * i + 5, **settings)
@@ -56,7 +56,7 @@ def with_lora(model, **settings):
 
 
 def save_lora(model, folder, kinds=("q_proj", "down_proj"), rank=4, seed=0):
-    """Save an adapter of some linear layers as PEFT does; return its folder."""
+    """Save an adapter for some linear layers in PEFT's format; return its folder."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, module in model.named_modules():
         if name.endswith(kinds):

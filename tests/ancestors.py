@@ -1,4 +1,4 @@
-"""Ancestor bits of hand-made trees, bit by bit."""
+"""Ancestor bits of hand-written trees."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 
 def words_of(lines: Sequence[Sequence[int]], num_nodes: int | None = None) -> torch.Tensor:
-    """[q, W] int64: the nodes of each of `lines`, W as wide as `num_nodes` need (default: the last one seen)."""
+    """[q, W] int64: the nodes of each of `lines`; W is as wide as `num_nodes` needs (default: the highest node + 1)."""
     num_nodes = num_nodes or max(map(max, lines)) + 1
     words = torch.zeros(len(lines), -(-num_nodes // 64), dtype=torch.int64)
     for query, line in enumerate(lines):

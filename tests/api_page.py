@@ -1,4 +1,4 @@
-"""Writes docs/api.md: `python -m tests.api_page`. A test compares the file with what this would write."""
+"""Writes docs/api.md: `python -m tests.api_page`. A test compares the file with the output."""
 
 import inspect
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
-OTHERS = {  # public, but not in an __all__
+OTHERS = {  # public, but not in any __all__
     "specdec.custom_generate": ("engine_of", "generate_with_draft"),
     "specdec.reach.heads.load": ("load_head", "save_head", "inspect", "detect_algo"),
     "specdec.reach.targets.pretrained": ("load_pretrained",),
@@ -18,7 +18,7 @@ OTHERS = {  # public, but not in an __all__
 
 
 def page() -> str:
-    """The whole page: a section a module, a line a name."""
+    """Return the whole page: one section per module, one line per name."""
     lines = ["# Public names", ""]
     lines.append("What is not listed here may change without notice. Written by `python -m tests.api_page`.")
     for name in ("specdec", "specdec.graphs", "specdec.backends"):
@@ -31,7 +31,7 @@ def page() -> str:
 
 
 def section(module: ModuleType, names: list[str] | tuple[str, ...], prefix: str = "") -> Iterator[str]:
-    """A line for every name of `module`, and one for every public method of `Engine`."""
+    """Yield a line for every name of `module`, and one for every public method of `Engine`."""
     for name in names:
         value = getattr(module, name)
         yield f"- `{prefix}{name}`: {first_sentence(value)}"
@@ -42,7 +42,7 @@ def section(module: ModuleType, names: list[str] | tuple[str, ...], prefix: str 
 
 
 def first_sentence(value: object) -> str:
-    """Of a docstring, on one line; data has none."""
+    """Return the first sentence of a docstring, on one line; constants have none."""
     if not callable(value) and not isinstance(value, property):
         return "a constant"
     paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())

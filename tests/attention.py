@@ -1,7 +1,7 @@
-"""`pytest --attention NAME`: the tests of engines, rounds and prefills on one attention backend, whichever it is.
+"""`pytest --attention NAME` runs the tests of engines, rounds and prefills on that attention backend.
 
-FlashInfer has no fp32. Its run casts q, K and V of fp32 models to fp16 around attention, so that everything else of a
-test stays as it is; tolerances are wider then. What a backend cannot run is skipped with its reason.
+FlashInfer has no fp32. Its run casts q, K and V of fp32 models to fp16 around attention; everything else stays as it
+is, and tolerances are wider. A test that the backend cannot run is skipped with the reason.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ TOLERANCE_16 = 2e-2
 
 
 def force(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let "auto" be the backend `name` while a test of `module` runs."""
+    """Make "auto" pick the backend `name` while a test of `module` runs."""
     backend = BACKENDS[name]()
     if "flashinfer" in name:
         backend = in_16_bits(backend)
@@ -40,7 +40,7 @@ def force(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def in_16_bits(backend: Any) -> Any:
-    """`backend` for fp32 models, too."""
+    """Return a subclass of `backend` that also takes fp32 models."""
 
     class In16Bits(backend):
         capabilities = replace(backend.capabilities, dtypes=backend.capabilities.dtypes | {torch.float32})

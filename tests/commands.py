@@ -1,4 +1,4 @@
-"""The `specdec` command in this process, as tests call it."""
+"""Runs the `specdec` command in this process."""
 
 import sys
 
@@ -10,7 +10,7 @@ from specdec.tools.commands.main import main
 def run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
 ) -> tuple[int, list[str], str]:
-    """Exit status, lines of stdout and stderr of `specdec ARGUMENTS`."""
+    """Return exit status, lines of stdout, and stderr of `specdec ARGUMENTS`."""
     monkeypatch.setattr(sys, "argv", ["specdec", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
         main()

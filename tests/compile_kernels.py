@@ -1,9 +1,9 @@
 """Compile every Triton kernel for a GPU on a machine without one: `python -m tests.compile_kernels`, for an H100.
 
 `python -m tests.compile_kernels 80 89 120` does it for other compute capabilities (A100, RTX 4090, RTX 5090). It fails
-if a kernel wants more shared memory than they have, or may read stale data from it. The interpreter forgives what the
-compiler does not (types of loop-carried variables, shapes of masks). Launchers run as they are, on CPU tensors, against
-a driver that only names its target; kernels are compiled and never launched.
+if a kernel needs more shared memory than they have, or may read stale data from it. The interpreter accepts what the
+compiler does not (types of loop-carried variables, shapes of masks). Launchers run unchanged, on CPU tensors, with a
+driver that only names its target; kernels are compiled and never launched.
 """
 
 import os
@@ -29,11 +29,11 @@ from specdec.backends.triton.linear import fp8, packed, tiles
 from specdec.backends.triton.linear import quantised as of_weights
 from specdec.backends.triton.recurrent import chunks
 
-SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # what one program can have, by compute capability
+SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # per thread block, by compute capability
 
 
 class CompileOnly:
-    """What triton.jit asks of a driver before it launches."""
+    """The part of a driver that triton.jit needs before a launch."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -42,13 +42,13 @@ class CompileOnly:
         return self.target
 
     def get_current_device(self):
-        return self.target.arch  # triton.jit keeps the target of a device with what it compiled for it
+        return self.target.arch  # triton.jit caches the target per device, beside the kernels compiled for it
 
     def get_current_stream(self, device=None):
         return 0
 
 
-# Heads of SmolLM2, of an 8B with all of gpt-oss and Gemma 2, of latents expanded, of Qwen3.5, of latents, of gpt-oss.
+# Heads of SmolLM2; of an 8B with gpt-oss' and Gemma 2's features; expanded MLA; Qwen3.5; MLA latents; gpt-oss.
 LAYERS: Sequence[dict[str, Any]] = (
     {"num_heads": 9, "num_kv_heads": 3, "qk_dim": 64, "v_dim": 64, "scaling": 0.1},
     {"num_heads": 32, "num_kv_heads": 8, "qk_dim": 128, "v_dim": 128, "scaling": 0.1}
@@ -61,7 +61,7 @@ LAYERS: Sequence[dict[str, Any]] = (
 
 
 def compile_all(capability: int) -> list[str]:
-    """Names of the kernels that were compiled."""
+    """Return the names of the compiled kernels."""
     compiled: list[str] = []
     most = SHARED_KB[capability] << 10
 
@@ -87,9 +87,9 @@ def compile_all(capability: int) -> list[str]:
     attention(torch.bfloat16, LAYERS[2], (1, 4, 6))
     attention(torch.bfloat16, LAYERS[4], (0, 1, 4))
     attention(torch.float32, LAYERS[1], (1, 4, 6))
-    if capability != 90:  # less shared memory: what takes the most
+    if capability != 90:  # less shared memory: compile the kernels that need the most
         for layer in LAYERS:
-            if not ("v_in_k" in layer and most < 104 << 10):  # in fp32 these fit no smaller tile
+            if not ("v_in_k" in layer and most < 104 << 10):  # in fp32 no tile of theirs fits
                 attention(torch.float32, layer, (0, 2, 3, 4, 6))
             attention(torch.bfloat16, layer, (0, 2, 3, 4, 6))
     round_kernels()
@@ -107,18 +107,18 @@ def compile_all(capability: int) -> list[str]:
 
 
 def reads_stale(ptx: str) -> bool:
-    """Return whether wgmma may miss what cp.async has just copied: they see shared memory through different proxies."""
+    """Return whether wgmma may miss what cp.async just copied: they access shared memory by different proxies."""
     copied = r"cp\.async\.wait_group(?:(?!fence\.proxy\.async).)*?wgmma\.mma_async"
     return re.search(copied, ptx, re.DOTALL) is not None
 
 
 def by_warps_in_fp8(ptx: str) -> bool:
-    """Return whether products of FP8 are those of a warp: on Hopper, wgmma's have other bits."""
+    """Return whether FP8 products use mma.sync: on Hopper, wgmma's bits differ."""
     return re.search(r"mma\.sync\S*e4m3", ptx) is not None
 
 
 def sums_over_ranks() -> None:
-    """The sum of a part of each of two ranks."""
+    """The sum over two ranks."""
     from specdec.backends.triton.sums import PushedSum
 
     summed = PushedSum(torch.zeros(PushedSum.num_bytes(2, 1 << 18), dtype=torch.uint8), [0, 0], 0, 1 << 18)
@@ -127,7 +127,7 @@ def sums_over_ranks() -> None:
 
 
 def products_of_experts() -> None:
-    """Few rows of many experts, more, and so many that they are ordered first; both layouts, with and without bias."""
+    """Few rows of many experts, more, and so many that they are sorted first; both layouts, with and without bias."""
     from specdec.backends.triton.experts.products import grouped_linear
 
     many = [(num_tokens, torch.bfloat16) for num_tokens in (1, 50, 300, 500, 1000)]
@@ -141,7 +141,7 @@ def products_of_experts() -> None:
 
 
 def adapters() -> None:
-    """Low-rank products of plain steps, of rounds and of prefills, of every rank; odd sizes."""
+    """LoRA products of plain steps, rounds and prefills, at every rank; odd sizes."""
     from specdec.backends.linear.lora import RANKS
     from specdec.backends.triton.linear import adapted
     from specdec.backends.triton.linear.lora import lora
@@ -163,7 +163,7 @@ def adapters() -> None:
 
 
 def latents() -> None:
-    """Few rows and many, of queries and of values."""
+    """MLA products of queries and of values, with few and many rows."""
     from specdec.backends.triton.linear.latents import latent_queries, latent_values
 
     weight = torch.zeros(20 * (192 + 256), 512, dtype=torch.bfloat16)
@@ -173,7 +173,7 @@ def latents() -> None:
 
 
 def quantised() -> None:
-    """Few rows and many, gated, of one part and of three; odd numbers of blocks; results that are quantised."""
+    """Few and many rows, gated, of one and of three weights; odd numbers of blocks; quantised results."""
     for num_rows, K, dtype in ((1, 4096, torch.bfloat16), (20, 384, torch.float16), (64, 4096, torch.bfloat16)):
         compile_quantised(num_rows, K, dtype)
     compile_quantised(500, 384, torch.bfloat16)
@@ -185,7 +185,7 @@ def quantised() -> None:
 
 
 def quantised_experts() -> None:
-    """Few rows of experts in MXFP4 and in FP8, more, and many; parts of blocks, and whole pairs of them."""
+    """MXFP4 and FP8 experts with few, more and many rows; partial blocks, and whole pairs of blocks."""
     for num_tokens, K, activation in ((1, 160, "swigluoai"), (20, 256, ""), (50, 160, ""), (300, 160, "swigluoai")):
         x, ids = torch.zeros(num_tokens, K, dtype=torch.bfloat16), torch.zeros(num_tokens, 4, dtype=torch.int64)
         words, exponents = (torch.zeros(16, 2, 96, *rest, dtype=torch.int32) for rest in ((16,), ()))
@@ -215,7 +215,7 @@ def compile_quantised(num_rows: int, K: int, dtype: torch.dtype) -> None:
 
 
 def products_and_norms() -> None:
-    """Few rows and many, by TMA and without, gated, with and without bias; norms of a layer and of heads."""
+    """Products of few and many rows, with and without TMA, gate and bias; norms of layers and of heads."""
     from specdec.backends.triton.linear import gates, inputs, norms, products
 
     for num_rows, N, K, dtype in (
@@ -251,7 +251,7 @@ def products_and_norms() -> None:
 
 
 def choices_of_routers() -> None:
-    """One warp a row, and four; sums of what is chosen."""
+    """One warp per row, and four; sums over the chosen experts."""
     from specdec.backends.triton.experts.choices import experts_rms_norm, top_scores, weighted_sum
 
     for num, dtype in ((256, torch.float32), (512, torch.bfloat16), (1000, torch.float32)):
@@ -302,15 +302,15 @@ def recurrent_layers() -> None:
                 continue
             q, v = torch.zeros(t, spec.key_heads, spec.k_dim), torch.zeros(t, spec.heads, spec.v_dim)
             q, g = q.bfloat16(), torch.zeros(t, *spec.decay_shape)
-            v = v.bfloat16() if spec.decay == "key" else v  # as models have it
+            v = v.bfloat16() if spec.decay == "key" else v  # as in models
             beta = v[:, :, 0] if spec.is_corrected else None
             pool.scan(ScanInputs(q, q, v, g, beta, pool.layers[i].rates, 0.1 if i < 2 else None), i, plan)
     pool.committer(None)(table, rows, lens, torch.zeros(2, 5, dtype=torch.int64))
 
 
 def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -> None:
-    """The attention kernel, and those that go with it, in `which` forwards: 0 a token, 1 a tree, 2 one of two words,
-    3 a chain, 4 a prefill, 5 one with images, 6 one of prompts without tokens in the cache."""
+    """The attention kernel and its helper kernels in forwards `which`: 0 plain decode, 1 tree, 2 tree of two words,
+    3 chain, 4 prefill, 5 prefill with images, 6 prefill of prompts without cached tokens."""
     from specdec.backends import AttentionCall, LayerSpec
     from specdec.backends.base import HeadNorms, NormedRope
     from specdec.backends.rope import rope_table
@@ -350,7 +350,7 @@ def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -
 
 
 def flashinfer_tables() -> None:
-    """The plan that FlashInfer's kernels run by."""
+    """The plan that FlashInfer's kernels read."""
     from specdec.backends.flashinfer.tables import Shapes, write_tables
 
     table, rows, lens = torch.ones(3, 600, dtype=torch.int32), torch.arange(2), torch.full((2,), 500)
@@ -359,7 +359,7 @@ def flashinfer_tables() -> None:
 
 
 def round_kernels() -> None:
-    """Growth, tree, walks, draws, rows, commit and what ends a round."""
+    """Trees, verification, sampling, row updates, commit and the end of a round."""
     from specdec.backends.triton.round import admit, chain, imposed, lookup, rows, spine, tree, trim, walk
     from specdec.backends.triton.sampling import bitmask, draws, law, processors, top
     from specdec.backends.triton.sampling import uniform as sampling

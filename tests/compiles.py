@@ -1,4 +1,4 @@
-"""Counts the kernels that Triton compiles: after warm-up, live traffic must add none."""
+"""Counts the kernels that Triton compiles: after warm-up, requests must not compile any."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import triton
 
 @contextmanager
 def counted_compiles() -> Iterator[list[str]]:
-    """Within, the full names of all Triton kernels that get compiled (or loaded from the disk cache) are appended."""
+    """Record the full names of all Triton kernels compiled (or loaded from the disk cache) within the context."""
     compiled: list[str] = []
     runtime = triton.knobs.runtime
     before = runtime.jit_post_compile_hook

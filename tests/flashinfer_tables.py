@@ -1,5 +1,5 @@
-"""The tables of FlashInfer's plan as `backends.flashinfer.tables` must write them: their specification in plain Python,
-what lies in a workspace, and where FlashInfer's own plan differs."""
+"""Plain-Python specification of the plan tables that `backends.flashinfer.tables` writes, a reader for workspaces, and
+a comparison with FlashInfer's own plan."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,12 +29,12 @@ OURS_TO_CHOOSE = ("v_offset", "s_offset")
 
 
 def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], device: torch.device) -> list[str]:
-    """Return where FlashInfer's own plan for `shapes` differs from ours: "name: theirs, ours". Waits for the device."""
+    """Return where FlashInfer's own plan for `shapes` differs from ours: "name: theirs, ours". Synchronises."""
     bs, tail_len = shapes.bs, shapes.q_len
     own = torch.tensor(prefix_lens, dtype=torch.int64, device=device)
     table = torch.zeros(bs, 1 + max(prefix_lens) + tail_len, dtype=torch.int32, device=device)
     tables = write_tables(shapes, own, tail_len, torch.arange(bs, device=device), table)
-    # A plan only counts what it would need of the float workspace, which is large: one byte stands for it.
+    # A plan only computes offsets into the float workspace, which is large: one byte stands in for it.
     floats = torch.empty(1, dtype=torch.uint8, device=device).expand(1 << 30)
     ints = torch.empty(8 << 20, dtype=torch.uint8, device=device)
     pinned = torch.empty(8 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -57,16 +57,16 @@ def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], devi
     want, got = read_tables(shapes, ints), read_tables(shapes, tables.workspace)
     num_items = sum(want["is_valid"])
     for name in want:
-        n = num_items if name in ("request", "qo_tile", "kv_tile") else None  # past the items lies anything
+        n = num_items if name in ("request", "qo_tile", "kv_tile") else None  # past the items there may be anything
         if want[name][:n] != got[name][:n]:
             problems.append(f"{name}: {want[name][:n]}, {got[name][:n]}"[:200])
     return problems
 
 
 def tables_reference(shapes: Shapes, kv_lens: list[int]) -> dict[str, list[int]]:
-    """Specification, in plain Python, of the tables that `write_tables` leaves in the workspace, by their names there.
+    """Specification, in plain Python, of the tables that `write_tables` writes to the workspace, by name.
 
-    kv_lens: keys of each request, prefix and tail. Entries of items that there are not: request 0, not valid.
+    kv_lens: keys of each request, prefix and tail. Entries of unused items: request 0, not valid.
     """
     keys = [max(min(n, shapes.span), 1) for n in kv_lens]
 
@@ -96,7 +96,7 @@ def tables_reference(shapes: Shapes, kv_lens: list[int]) -> dict[str, list[int]]
 
 
 def read_tables(shapes: Shapes, workspace: torch.Tensor) -> dict[str, list[int]]:
-    """The tables in a workspace [bytes] uint8, by name, as `tables_reference` gives them. Waits for the device."""
+    """Return the tables of a workspace [bytes] uint8, by name, in the form of `tables_reference`. Synchronises."""
     at, host = TableLayout.of(shapes), workspace.cpu()
     lens = [shapes.grid] * 3 + [shapes.bs + 1, 1, 1, shapes.rows + 1, shapes.grid]
     found = {}

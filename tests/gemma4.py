@@ -1,4 +1,4 @@
-"""Tiny random Gemma 4 targets and assistants for them."""
+"""Tiny random Gemma 4 targets and assistants."""
 
 from typing import Any
 
@@ -41,10 +41,10 @@ KINDS = {  # text config, assistant config, whether the target's last layers sha
 def pair(
     kind: str = "gemma4", has_centroids: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Any, Any]:
-    """A target and an assistant that proposes noise; has_centroids: of the assistant's output head."""
+    """Return a target and an assistant with random weights; has_centroids: for the assistant's output head."""
     text, assistant, num_shared = KINDS[kind]
     own = {} if "unified" in kind else dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
-    layers = dict(num_hidden_layers=6, num_kv_shared_layers=num_shared, tie_word_embeddings=False)  # its text varies
+    layers = dict(num_hidden_layers=6, num_kv_shared_layers=num_shared, tie_word_embeddings=False)  # to vary its text
     torch.manual_seed(seed)
     config = text(**SIZES, hidden_size=64, layer_types=["sliding_attention", "full_attention"] * 3, **layers, **own)
     made_of = config

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer for the tiny models, grammars, and plain constrained decoding: one token at a time, by HF."""
+"""A byte-level tokenizer for the tiny models, grammars, and plain constrained decoding with HF, token by token."""
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ GRAMMARS = {
 
 
 def tiny_tokenizer(*more_merges: tuple[str, str]) -> PreTrainedTokenizerFast:
-    """Special ids 0 to 2, ASCII, and some merges: 128 ids at most."""
+    """A tokenizer of special ids 0 to 2, ASCII, and some merges: 128 ids at most."""
     merges = [*MERGES, *more_merges]
     characters = ["Ġ", "Ċ", *map(chr, range(33, 127))]
     names = ["<pad>", "<bos>", "<eos>", *characters, *("".join(pair) for pair in merges)]
@@ -45,7 +45,7 @@ def tiny_tokenizer(*more_merges: tuple[str, str]) -> PreTrainedTokenizerFast:
 
 
 def masks_after(compiled, tokens):
-    """Yield the mask of what may follow each beginning of `tokens`, the empty one first."""
+    """Yield the mask of allowed next tokens after each prefix of `tokens`, the empty one first."""
     matcher, mask = compiled.matcher(), np.zeros(-(-VOCAB // 32), np.int32)
     assert matcher.fill(mask)
     yield torch.from_numpy(mask)
@@ -56,7 +56,7 @@ def masks_after(compiled, tokens):
 
 @torch.inference_mode()
 def plain_text(model, compiled, prompt, num_tokens):
-    """Greedy text under a grammar: the mask, then the argmax, a token at a time."""
+    """Return greedy text under a grammar, token by token: mask, then argmax."""
     matcher, mask = compiled.matcher(), np.zeros(-(-model.config.vocab_size // 32), np.int32)
     text = []
     while len(text) < num_tokens:
@@ -71,13 +71,13 @@ def plain_text(model, compiled, prompt, num_tokens):
 
 @torch.inference_mode()
 def plain_law(model, ids, mask, params: SamplingParams):
-    """The law [V] of the token after `ids`, under a mask."""
+    """Return the distribution [V] of the token after `ids` under a mask."""
     logits = model(torch.tensor([ids], device=model.device)).logits[:, -1:].float().cpu()
     return process_logits(constrain(logits, mask.view(1, 1, -1)), SamplingBatch.stack([params], "cpu"))[0, 0]
 
 
 def spm_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """As SentencePiece models are converted: "llama2" and "metaspace" put a space before a text, "gemma" none."""
+    """A tokenizer like converted SentencePiece ones: "llama2" and "metaspace" prepend a space, "gemma" does not."""
     space, characters = "\u2581", [*map(chr, range(33, 127))]
     merges = [("{", '"'), ('"', ":"), (space, '"'), ("n", "a"), ("na", "m"), (space, "{"), (space + "{", '"')]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), space, *characters, *map("".join, merges)]

@@ -1,4 +1,4 @@
-"""Drafts for tests: random ones of every algorithm, and an oracle that proposes the right tokens most times."""
+"""Drafts for tests: random ones of every algorithm, and an oracle that proposes the right tokens most of the time."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ MODULES = "nextn of 3 modules"
 
 
 def random_head(model: Any, draft_vocab_size: int = 64, aux: tuple[int, int, int] = (0, 1, 2), seed: int = 0):
-    """An EAGLE-3 head that fits `model` and proposes noise."""
+    """Return an EAGLE-3 head for `model` with random weights."""
     c = model.config.get_text_config()
     h, vocab = c.hidden_size, c.vocab_size
     torch.manual_seed(seed)
@@ -31,7 +31,7 @@ def random_head(model: Any, draft_vocab_size: int = 64, aux: tuple[int, int, int
 
 
 def random_draft(model: Any, algo: str) -> Any:
-    """A draft of `algo` for `model`, beside it, that proposes noise; the standalone one is a model of another shape."""
+    """Return a random draft of `algo` for `model`, on its device; the standalone one is a model of another shape."""
     return _random_draft(model, algo).to(model.device, model.dtype)
 
 
@@ -51,7 +51,7 @@ def _random_draft(model: Any, algo: str) -> Any:
 
 
 def random_block(model: Any, seed: int = 0, **changes: Any):
-    """A causal block head of two layers with a Markov term that fits `model` and proposes noise."""
+    """Return a random causal block head for `model`, of two layers with a Markov term."""
     c = model.config.get_text_config()
     torch.manual_seed(seed)
     config = BlockConfig(
@@ -65,7 +65,7 @@ def random_block(model: Any, seed: int = 0, **changes: Any):
 
 
 def noisy(head: Any) -> Any:
-    """`head` with random matrices, ready to draft."""
+    """Fill the matrices of `head` with random numbers; return it ready to draft."""
     for p in head.parameters():
         if p.dim() > 1:
             p.data = torch.randn_like(p) * 0.1
@@ -73,21 +73,21 @@ def noisy(head: Any) -> Any:
 
 
 def poison(engine: Any) -> None:
-    """Make every KV slot of target and draft NaN."""
+    """Fill every KV slot of target and draft with NaN."""
     contexts = [engine._core.context, engine._core.round.worker.context]
     for plane in (plane for context in contexts for plane in context.pool.planes):
         plane.fill_(float("nan"))
 
 
 class OracleWorker(DraftWorker):
-    """Knows what every prompt continues with, by its length, and proposes it; each token is spoilt one time in four.
+    """Knows the continuation of every prompt, by the prompt's length, and proposes it; one token in four is wrong.
 
-    With topk > 1 the true token takes a random rank among its siblings, so that accepted paths are no straight lines.
+    With topk > 1 the right token takes a random rank among its siblings, so that accepted paths are not straight lines.
     """
 
     def __init__(self, config: Any, texts: list[list[int]], vocab_size: int):
         self.config = config
-        self.texts = texts  # prompt + continuation, distinct in their prompts' lengths
+        self.texts = texts  # prompt + continuation; the prompts have distinct lengths
         self.vocab_size = vocab_size
         self.owner: dict[int, list[int]] = {}
         self.random = torch.Generator().manual_seed(0)
@@ -128,13 +128,13 @@ class OracleWorker(DraftWorker):
         return text[position] if position < len(text) else 3
 
     def _tree(self, roots: torch.Tensor, line: torch.Tensor, k: int):
-        """K children a step, of the true line's node only; the line's token sits at a random rank."""
+        """Draft K children per step, of the right node only; the right token takes a random rank."""
         bs, num_steps = line.shape
         tokens, parents, scores, depths = [], [], [], []
         parent = torch.full((bs,), -1)
         for step in range(num_steps):
             rank = torch.randint(0, k, (bs,), generator=self.random)
-            offsets = (torch.arange(k) - rank.unsqueeze(1)) * 7  # 0 at the line's rank: siblings stay distinct
+            offsets = (torch.arange(k) - rank.unsqueeze(1)) * 7  # 0 at the right token's rank: siblings stay distinct
             tokens.append((line[:, step : step + 1] + offsets) % self.vocab_size)
             parents.append(parent.unsqueeze(1).expand(-1, k))
             scores.append(-torch.full((bs, k), float(step + 1)))

@@ -1,4 +1,4 @@
-"""Tiny random image-text models of transformers, and prompts with random images for them."""
+"""Tiny random image-text models of transformers, and prompts with random images."""
 
 import inspect
 from typing import Any
@@ -11,7 +11,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 from bench.admission import check_size, small
 from tests.tiny_models import random_weights
 
-IMAGE = 150  # the id of an image's placeholders
+IMAGE = 150  # the id of image placeholder tokens
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")  # images have a grid, tokens several positions
 TILED = ("llava_next", "llava_onevision")
 PLAIN = ("smolvlm", "idefics3", "llava", "internvl", "mistral3", "aya_vision", "gemma3", "lfm2_vl", "ovis2")
@@ -26,7 +26,7 @@ VISION: dict[str, Any] = {
     **{"out_hidden_size": 64, "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "patch_size": 8},
     **{"num_position_embeddings": 64, "num_patches": 16, "projection_dim": 64, "image_size": 32},
 }
-SECTIONS = {0.25: [1, 1, 0], 0.5: [1, 1, 2], 1.0: [2, 3, 3]}  # of mrope, by the share of a head that is rotated
+SECTIONS = {0.25: [1, 1, 0], 0.5: [1, 1, 2], 1.0: [2, 3, 3]}  # M-RoPE sections, by the rotated share of a head
 
 
 def image_model(kind: str) -> tf.PreTrainedModel:
@@ -61,14 +61,14 @@ def image_model(kind: str) -> tf.PreTrainedModel:
     torch.manual_seed(0)
     model = random_weights(tf.AutoModelForImageTextToText.from_config(config))
     for name, weight in model.named_parameters():
-        if "modality_projection" in name:  # else its images are too faint to change a text
+        if "modality_projection" in name:  # else its images have too little effect to change a text
             weight.data *= 9
     model.generation_config.eos_token_id = None
     return model
 
 
 def image_prompt(model: tf.PreTrainedModel, seed: int, lead: int = 2, tail: int = 3) -> dict[str, torch.Tensor]:
-    """Return what a processor would of a prompt with one image: `lead` tokens, the image, `tail` tokens."""
+    """Return the processor's output for a prompt with one image: `lead` tokens, the image, `tail` tokens."""
     random, config = torch.Generator().manual_seed(seed), model.config
     vision, kind = config.vision_config, config.model_type
     more: dict[str, torch.Tensor] = {}
@@ -109,12 +109,12 @@ def image_prompt(model: tf.PreTrainedModel, seed: int, lead: int = 2, tail: int 
 
 
 def takes(model: tf.PreTrainedModel, name: str) -> bool:
-    """Return whether the model's forward has an argument of that name."""
+    """Return whether the model's forward has an argument `name`."""
     return name in inspect.signature(model.forward).parameters
 
 
 def greedy(model: tf.PreTrainedModel, inputs: dict[str, torch.Tensor], num: int = 8) -> list[list[int]]:
-    """Return what the model's own generate writes, by row."""
+    """Return the text of the model's own `generate`, by row."""
     length = inputs["input_ids"].shape[1]
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=num, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -1,9 +1,9 @@
-"""Makes Triton's interpreter quick enough for a test suite: what it does again and again, it does once.
+"""Makes Triton's interpreter fast enough for a test suite: what it repeats is done once.
 
-- It replaces what `tl` names, hundreds of attributes, whenever a kernel is launched and again whenever a kernel calls a
-  function, where all of it is replaced already: half of its time. Within a launch once is enough.
-- Of every sum and product of integers it computes a check for overflow, which is read with `debug` only.
-- It makes a table of dtypes for every value, and the shape of every tensor anew.
+- It patches hundreds of attributes of `tl` at every kernel launch, and again at every function call within a kernel,
+  where all are patched already: half of its time. Once per launch is enough.
+- It checks every sum and product of integers for overflow, but reads the result only with `debug`.
+- It builds a table of dtypes for every value, and the shape of every tensor anew.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 
 def make_quick() -> None:
-    """See the module; leaves a Triton alone whose interpreter works in another way."""
+    """Patch the interpreter as described above; do nothing if this Triton's interpreter works differently."""
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
         _patch_once_a_launch()
     builder = getattr(interpreter, "interpreter_builder", None)
@@ -36,7 +36,7 @@ def _patch_once_a_launch() -> None:
     local = threading.local()
 
     class Launch(scope_class):  # type: ignore[misc, valid-type]
-        """What a launch replaced; `restore` ends it."""
+        """The patches of a launch; `restore` undoes them."""
 
         def restore(self) -> None:
             super().restore()
@@ -44,7 +44,7 @@ def _patch_once_a_launch() -> None:
 
     @cache
     def named(fn: Any) -> frozenset[str]:
-        """Which of the modules that are replaced the function names."""
+        """Return the names of the patched modules that the function's globals hold."""
         modules = (interpreter.tl, interpreter.tl.core)
         return frozenset(m.__name__ for m in modules if any(value is m for value in fn.__globals__.values()))
 
@@ -74,14 +74,14 @@ def _look_dtypes_up() -> None:
 
 
 def _convert_no_types(builder: Any) -> None:
-    """Types of the interpreter's are those of the language."""
+    """Use the language's own types as those of the interpreter."""
     live = core.block_type.to_ir
     core.block_type.to_ir = lambda self, other: self if other is builder else live(self, other)
 
 
 @cache
 def _shape(*sizes: int) -> tuple[Any, Any]:
-    """Return what tensors of these sizes hold of them: the number of elements, and the sizes."""
+    """Return what tensors of these sizes store: the number of elements, and the sizes."""
     return core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(size) for size in sizes])
 
 
@@ -91,7 +91,7 @@ def _init_tensor(self: Any, handle: Any, dtype: Any) -> None:
 
 
 def _with_element_ty(self: Any, scalar: Any) -> Any:
-    """Return a type of the same shape, which has been checked."""
+    """Return a type of the same shape, without checking it again."""
     made = object.__new__(core.block_type)
     made.element_ty, made.shape, made.numel = scalar, self.shape, self.numel
     made.name = f"<{self.shape}, {scalar}>"

@@ -1,4 +1,4 @@
-"""Whether what an engine samples follows the target's own law."""
+"""Checks that sampled tokens follow the target's own distribution."""
 
 import torch
 from scipy import stats
@@ -9,9 +9,9 @@ SEEDS = 1000
 
 
 def assert_own_law(engine, model, prompt, num_tokens=2):
-    """The second token, drafted and verified, given the most frequent first one: chi-square over 1000 seeds.
+    """Chi-square test over 1000 seeds of the second token, drafted and verified, given the most frequent first one.
 
-    num_tokens: of a text; a draft without a model may need one more for the second to be drafted.
+    num_tokens: per request; a draft without a model may need one more before it drafts the second.
     """
     law = SamplingParams(temperature=1.0, top_k=4, seed=0)
     out = engine.generate([prompt] * SEEDS, max_new_tokens=num_tokens, sampling=law, ignore_eos=True)

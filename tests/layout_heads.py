@@ -1,4 +1,4 @@
-"""Heads loaded for tiny targets and played as a worker plays them, beside a reference that knows the file only."""
+"""Heads loaded for tiny targets and run as a worker runs them, compared with a reference that reads only the file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load(folder: Path, family: str = "llama", algo: str | None = None, dtype: to
 
 
 class Played:
-    """A head run as a worker runs it: rows appended, attention over the keys and values of all rows so far."""
+    """A head run as a worker runs it: appends rows, attends over the keys and values of all rows so far."""
 
     def __init__(self, head: DraftHead):
         self.head, self.length, self.specs = head, 0, head.attention_layers
@@ -79,7 +79,7 @@ class Played:
 
 @torch.no_grad()
 def agree(head: DraftHead, reference: lm.Reference, features: torch.Tensor, fused: torch.Tensor, model: Any) -> None:
-    """Recycled states and logits of a prefill and of recursive steps are the reference's."""
+    """Check recycled states and logits of a prefill and of recursive steps against the reference."""
     torch.manual_seed(1)
     embedding = head.embed_tokens if head.embed_tokens is not None else model.get_input_embeddings()
     embeds = embedding(torch.randint(3, lm.VOCAB, (ROWS + STEPS,)))
@@ -109,7 +109,7 @@ MIMO_NORMS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layern
 
 
 def combine_tensors(names: tuple[str, str, str, str], *, around: float = 1.0) -> lm.Tensors:
-    """The norms and the projection that stand before and after the decoder layer."""
+    """Return the norms and the projection before and after the decoder layer."""
     enorm, hnorm, projection, out_norm = names
     norms = {f"{n}.weight": lm.gain(lm.HIDDEN, 80 + i) - 1 + around for i, n in enumerate((enorm, hnorm, out_norm))}
     return {**norms, f"{projection}.weight": lm.noise(lm.HIDDEN, 2 * lm.HIDDEN, seed=85)}

@@ -1,4 +1,4 @@
-"""Tiny checkpoints written tensor by tensor as each layout is described, and what a head of that layout computes.
+"""Tiny checkpoints written tensor by tensor to each layout's description, and a reference forward of each layout.
 
 Nothing here imports our heads or writers: references are plain torch on the tensors under their names in the file.
 """
@@ -75,7 +75,7 @@ TARGETS: dict[str, Callable[[], Any]] = {
 
 
 def target_of(family: str) -> Any:
-    """A random target whose layers all matter."""
+    """A random target in which every layer affects the output."""
     torch.manual_seed(3)
     model = tf.AutoModelForCausalLM.from_config(TARGETS[family]()).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -93,12 +93,12 @@ def noise(*shape: int, seed: int = 0, scale: float | None = None) -> torch.Tenso
 
 
 def gain(size: int, seed: int) -> torch.Tensor:
-    """A norm's weight, far enough from ones to be missed if left out."""
+    """A norm's weight, far enough from ones that a missing norm is noticed."""
     return 1.0 + noise(size, seed=seed, scale=0.3)
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors, *, legacy: bool = False) -> Path:
-    """The folder of a checkpoint."""
+    """Write a checkpoint; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if legacy:
@@ -109,7 +109,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Tensors, *, legacy: boo
 
 
 def write_shards(folder: Path, config: dict[str, Any], *shards: Tensors) -> Path:
-    """A checkpoint of several files and their index."""
+    """Write a checkpoint of several files and their index; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     weight_map = {}
@@ -124,7 +124,7 @@ def write_shards(folder: Path, config: dict[str, Any], *shards: Tensors) -> Path
 def layer_tensors(
     at: str, *, width: int = HIDDEN, reads: int = HIDDEN, dim: int = DIM, bias: bool = False, qk_norm: bool = False
 ) -> Tensors:
-    """Attention and MLP of a Llama-like layer, and the norm between; `reads`: what the attention's input is wide."""
+    """Attention, MLP and the norm between, of a Llama-like layer; reads: width of the attention's input."""
     seed = sum(map(ord, at))
     shapes = {"q_proj": HEADS * dim, "k_proj": KV_HEADS * dim, "v_proj": KV_HEADS * dim}
     out = {f"{at}.self_attn.{n}.weight": noise(s, reads, seed=seed + i) for i, (n, s) in enumerate(shapes.items())}
@@ -142,12 +142,12 @@ def layer_tensors(
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, *, plus_one: bool = False) -> torch.Tensor:
-    """RMS norm; Gemma's kind multiplies by 1+w."""
+    """RMS norm; Gemma's variant multiplies by 1+w."""
     return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * (weight + 1 if plus_one else weight)
 
 
 def llama3_frequencies(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Llama-3.1's rope scaling: long waves are slowed by `factor`, short ones kept, those between mixed."""
+    """Llama-3.1's rope scaling: low frequencies are divided by `factor`, high ones kept, those between mixed."""
     length, low, high = (
         scaling[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
@@ -160,7 +160,7 @@ def llama3_frequencies(frequencies: torch.Tensor, scaling: dict[str, Any]) -> to
 
 
 def rotated(x: torch.Tensor, theta: float, scaling: dict[str, Any] | None = None) -> torch.Tensor:
-    """x [T, heads, dim] at positions 0..T-1; dimension i turns with i + dim/2."""
+    """Apply RoPE to x [T, heads, dim] at positions 0..T-1; dimension i is paired with i + dim/2."""
     half = x.shape[-1] // 2
     frequencies = torch.tensor([theta ** (-2 * i / x.shape[-1]) for i in range(half)])
     if scaling is not None:
@@ -210,7 +210,7 @@ def mlp(t: Tensors, at: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def plain_layer(t: Tensors, at: str, x: torch.Tensor, theta: float, **kw: Any) -> torch.Tensor:
-    """An ordinary decoder layer."""
+    """A standard decoder layer."""
     return mlp(t, at, x + attended(t, at, rms(x, t[f"{at}.input_layernorm.weight"]), theta, **kw))
 
 
@@ -223,7 +223,7 @@ def eagle_tensors(*, fc_bias: bool, qkv_bias: bool = False) -> Tensors:
 
 
 def eagle_config(**more: Any) -> dict[str, Any]:
-    """As SafeAILab writes it: a Llama config that names neither EAGLE nor its target."""
+    """EAGLE config as SafeAILab writes it: a Llama config that names neither EAGLE nor its target."""
     shape = {k: BASE[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
@@ -267,12 +267,12 @@ def eagle3_tensors(at: str, *, width: int = HIDDEN, dv: int = 40, num_aux: int =
 
 
 def official_config(dv: int = 40, **more: Any) -> dict[str, Any]:
-    """As SafeAILab writes it."""
+    """EAGLE-3 config as SafeAILab writes it."""
     return {**eagle_config(), "draft_vocab_size": dv, **more}
 
 
 def speculators_config(**more: Any) -> dict[str, Any]:
-    """As vLLM's speculators writes it; a layer's config may be given as `layer`."""
+    """EAGLE-3 config as vLLM's speculators writes it; layer: changes of the layer's config."""
     layer = {k: v for k, v in eagle_config().items() if k != "architectures"}
     layer |= {"head_dim": DIM, "rope_theta": 10000.0, **more.pop("layer", {})}
     verifier = {"name_or_path": "someone/target", "architectures": ["LlamaForCausalLM"]}
@@ -289,7 +289,7 @@ def speculators_config(**more: Any) -> dict[str, Any]:
 
 
 def fused(t: Tensors, features: torch.Tensor) -> torch.Tensor:
-    """Features [T, num_aux*h] to g [T, h_d], through whichever norms the checkpoint has."""
+    """Features [T, num_aux*h] to g [T, h_d], through the norms that the checkpoint has."""
     if "input_norm.weight" in t:
         features = rms(features, t["input_norm.weight"])
     if "fc_norm.0.weight" in t:
@@ -308,7 +308,7 @@ def eagle3_reference(
     deeper: tuple[str, ...] = (),
     **kw: Any,
 ) -> Reference:
-    """deeper: names of further, plain layers."""
+    """deeper: names of further plain layers."""
 
     def run(embeds: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         g = rms(hidden, t[f"{at}.hidden_norm.weight"])
@@ -334,7 +334,7 @@ def nextn_reference(
     hidden_first: bool = False,
     plus_one: bool = False,
 ) -> Reference:
-    """names: of the norms of embedding and hidden state, the projection and the out norm; block: the decoder layer."""
+    """names: of both input norms, the projection and the final norm; block: the decoder layer."""
     enorm, hnorm, projection, out_norm = (t[f"{name}.weight"] for name in names)
 
     def run(embeds: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -347,7 +347,7 @@ def nextn_reference(
 
 
 def hf_block(model: Any, tensors: Tensors) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A decoder layer of the target's last layer's class, with `tensors` under transformers' own names."""
+    """A decoder layer like the target's last one, with `tensors` under transformers' names."""
     decoder = model.get_decoder()
     config = type(model.config)(**{**model.config.to_dict(), "attn_implementation": "eager"})
     config._attn_implementation = "eager"
@@ -368,7 +368,7 @@ def hf_block(model: Any, tensors: Tensors) -> Callable[[torch.Tensor], torch.Ten
 
 
 def hf_layer_tensors(model: Any, seed: int) -> Tensors:
-    """Random weights for a layer like the target's last, under transformers' names."""
+    """Random weights for a layer like the target's last one, under transformers' names."""
     state = model.get_decoder().layers[-1].state_dict()
     out = {}
     for i, (name, tensor) in enumerate(state.items()):
@@ -380,7 +380,7 @@ def hf_layer_tensors(model: Any, seed: int) -> Tensors:
 
 
 def experts_apart(tensors: Tensors) -> Tensors:
-    """Fused experts as checkpoints hold them: gate above up, one tensor an expert."""
+    """Split fused experts as checkpoints store them: gate above up, one tensor per expert."""
     out: Tensors = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):

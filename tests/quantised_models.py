@@ -1,7 +1,7 @@
-"""Models whose linear layers are quantised, by rounding: in transformers' own FP8 modules, and in modules that have the
-tensors, names and arithmetic of gptqmodel's, which needs another torch than ours.
+"""Models with quantised linear layers, rounded here: in transformers' own FP8 modules, and in modules with the tensors,
+names and arithmetic of gptqmodel's, which needs another torch version than ours.
 
-FP8 modules multiply by a kernel from the Hub, which `without_the_hub` replaces by its arithmetic in torch.
+FP8 modules call a kernel from the Hub; `without_the_hub` replaces it with its arithmetic in torch.
 """
 
 import itertools
@@ -25,16 +25,16 @@ from specdec.backends.gates import swigluoai
 from specdec.backends.linear.fp8 import fp8_linear, in_blocks, quantise
 from specdec.backends.linear.packed import NF4, NF4_GROUP
 
-EXPERTS_IN_FP8 = use_experts_implementation(  # as transformers makes it of a model that it loads
+EXPERTS_IN_FP8 = use_experts_implementation(  # as transformers does for a model that it loads
     type("FP8Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS
 )
-AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight neighbours, from the lowest bits of a word on
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight neighbours, from the lowest bits of a word up
 SHIFTS = range(0, 32, 4)
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The product of FP8 blocks, rows quantised by themselves. On a GPU by our kernel, whose tensor cores add up fewer
-    bits than fp32 has: texts of models that round their rows are compared where one product serves both."""
+    """FP8 block product; rows are quantised here. On a GPU it uses our kernel, whose tensor cores accumulate fewer bits
+    than fp32 has: texts of models that round their rows are compared where both sides use the same product."""
     linear = fp8_linear if x.is_cuda else fp8_linear.twin
     return linear(*quantise.twin(x, False), [weight], [scales], [], x.dtype)
 
@@ -42,7 +42,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, *args: A
 def batched_matmul(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, expert_ids: torch.Tensor, **kwargs: Any
 ) -> torch.Tensor:
-    """Products of rows, each with its expert's weight; on a GPU by our kernel, as `matmul`."""
+    """Multiply each row by its expert's weight; on a GPU with our kernel, as in `matmul`."""
     grouped = grouped_fp8 if x.is_cuda else grouped_fp8.twin
     return grouped(*quantise.twin(x, False), expert_ids.unsqueeze(1), weight, scales, x.dtype)
 
@@ -50,14 +50,14 @@ def batched_matmul(
 def grouped_matmul(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, **kwargs: Any
 ) -> torch.Tensor:
-    """Products of rows that lie in the order of their experts, those of expert e up to offsets[e]."""
+    """Products of rows sorted by expert; those of expert e end at offsets[e]."""
     ids = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
     return batched_matmul(x, weight, scales, ids)
 
 
 @contextmanager
 def without_the_hub() -> Iterator[None]:
-    """Let modules in FP8 and MXFP4 multiply by functions in torch within the context."""
+    """Within the context, FP8 and MXFP4 modules use torch functions instead of the Hub's kernels."""
     before = finegrained_fp8._FINEGRAINED_FP8
     finegrained_fp8._FINEGRAINED_FP8 = FineGrainedFP8(matmul, batched_matmul, grouped_matmul)
     mxfp4_module.triton_kernels_hub = HUB
@@ -70,7 +70,7 @@ def without_the_hub() -> Iterator[None]:
 
 @torch.no_grad()
 def fp8(linear: nn.Linear) -> nn.Module:
-    """Return `linear` in blocks of 128 x 128."""
+    """Return `linear` in FP8 blocks of 128 x 128."""
     with torch.device("meta"):
         layer = FP8Linear(linear.in_features, linear.out_features, (128, 128), has_bias=linear.bias is not None)
     layer.weight, layer.weight_scale_inv = (nn.Parameter(t, requires_grad=False) for t in in_blocks(linear.weight))
@@ -80,7 +80,7 @@ def fp8(linear: nn.Linear) -> nn.Module:
 
 @torch.no_grad()
 def channels(linear: nn.Linear) -> nn.Module:
-    """Return `linear` with a scale per output feature, as transformers loads FP8 of compressed-tensors with
+    """Return `linear` with one scale per output feature, as transformers loads FP8 of compressed-tensors with
     `use_optimized_inference=True`."""
     with torch.device("meta"):
         layer = CompressedTensorsFP8Linear(linear.in_features, linear.out_features, linear.bias is not None)
@@ -92,7 +92,7 @@ def channels(linear: nn.Linear) -> nn.Module:
 
 
 class BaseQuantLinear(nn.Module):
-    """4 bits, with a scale and a zero point for `group` features, in the layout of GPTQ's first format, or of AWQ."""
+    """4 bits, with a scale and a zero point per `group` features, in the layout of GPTQ's first format, or of AWQ."""
 
     bits = 4
 
@@ -137,7 +137,7 @@ def _unpacked(words: torch.Tensor, columns: Any) -> torch.Tensor:
 
 
 class Linear4bit(nn.Module):
-    """NF4 with the tensors and names of bitsandbytes, and its arithmetic in torch."""
+    """NF4 with bitsandbytes' tensors and names; its arithmetic in torch."""
 
     compute_dtype = None
 
@@ -175,7 +175,7 @@ def awq(linear: nn.Linear) -> nn.Module:
 
 @torch.no_grad()
 def fp8_experts(model: Any) -> Any:
-    """Put the experts of `model` into transformers' FP8 modules, in place."""
+    """Replace the experts of `model` by transformers' FP8 modules, in place."""
     for name, module in list(model.named_modules()):
         if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             with torch.device("meta"):
@@ -196,13 +196,13 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
 
 
 def _wrapped(data: torch.Tensor) -> Any:
-    """A tensor as the Hub's kernels wrap it, not swizzled."""
+    """Wrap a tensor as the Hub's kernels do, not swizzled."""
     return SimpleNamespace(storage=SimpleNamespace(data=data, layout=SimpleNamespace(unswizzle_data=lambda data: data)))
 
 
 @torch.no_grad()
 def mxfp4(model: Any) -> Any:
-    """Put random experts in transformers' MXFP4 modules in place of those of `model`, a GPT-OSS."""
+    """Replace the experts of `model`, a GPT-OSS, by random ones in transformers' MXFP4 modules."""
     for name, mlp in list(model.named_modules()):
         if type(mlp).__name__ == "GptOssMLP":
             with torch.device(mlp.router.weight.device):
@@ -226,7 +226,7 @@ def _routing(logits: torch.Tensor, k: int) -> tuple[Any, None, None]:
 
 
 def _matmul_ogs(x, weight, bias, routing, precision_config, gammas, fused_activation=None, **places):
-    """The Hub's product with experts in MXFP4: gathers rows and gates, or weighs results and adds them up."""
+    """The Hub's MXFP4 expert product: gathers rows and applies the gate, or weights results and adds them up."""
     blocks, scales = (t.storage.data.transpose(1, 2) for t in (weight, precision_config.weight_scale))
     used = routing.ids.unique()
     matrices = convert_moe_packed_tensors(blocks[used].unflatten(2, (-1, 16)), scales[used], dtype=torch.float32)
@@ -249,7 +249,7 @@ HUB = SimpleNamespace(
 
 @torch.no_grad()
 def compressed(model: Any, folder: Any, is_fp8: bool) -> None:
-    """Write `model` as compressed-tensors does: W4A16 in groups of 64, or FP8 by channel and by row."""
+    """Write `model` in compressed-tensors' format: W4A16 in groups of 64, or FP8 by channel and by row."""
     from compressed_tensors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -279,7 +279,7 @@ def compressed(model: Any, folder: Any, is_fp8: bool) -> None:
 
 
 def quantised(model: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
-    """Replace the linear layers of `model` below its output head, in place."""
+    """Replace the linear layers of `model` except its output head, in place."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not model.get_output_embeddings():
             model.set_submodule(name, make(module))

@@ -1,4 +1,4 @@
-"""Runs a function of a test module on two ranks: processes over gloo, a CPU thread each, or over NCCL, a GPU each."""
+"""Runs a function of a test module on two ranks: over gloo, one CPU thread each, or over NCCL, one GPU each."""
 
 import faulthandler
 import gc
@@ -25,15 +25,15 @@ _STORES = itertools.count()
 
 
 def on_ranks(fn: Callable[..., Any], folder: Path, device: str, *args: Any) -> tuple[list[Any], list[int | None]]:
-    """What fn(rank, folder, device, *args) returned, or saved, on every rank, and their exit codes.
+    """Return what fn(rank, folder, device, *args) returned, or saved, on every rank, and the exit codes.
 
-    `fn` is found by its name in its module; device: cpu or cuda, of which rank i has the i-th. AssertionError with the
-    traceback of a rank that raised.
+    `fn` is looked up by name in its module. device: cpu, or cuda, of which rank i gets the i-th. Raises AssertionError
+    with the traceback of a rank that raised.
     """
     context = torch.multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     tests = {name: vars(module) for name, module in sys.modules.items() if name.startswith("tests.test_")}
     callers = [name for name, given in tests.items() if given.get("on_ranks") is on_ranks]
-    shared = ["tests.tiny_models", "specdec.api", "torch.export._trace", *callers]  # once for all ranks: seconds
+    shared = ["tests.tiny_models", "specdec.api", "torch.export._trace", *callers]  # once for all ranks: saves seconds
     context.set_forkserver_preload(shared)
     given = (fn.__module__, fn.__qualname__, str(folder), device, args)
     processes = [context.Process(target=_run, args=(rank, *given)) for rank in range(SIZE)]
@@ -64,13 +64,13 @@ def _run(rank: int, module: str, name: str, folder: str, device: str, args: tupl
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
-        torch._C._get_accelerator = lambda: torch.device("cpu")  # transformers asks it; CUDA builds say cuda
-        ranks.EAGER_S = 0.0  # a rank that waits leaves its core to the other one
+        torch._C._get_accelerator = lambda: torch.device("cpu")  # transformers calls it; CUDA builds return cuda
+        ranks.EAGER_S = 0.0  # a waiting rank leaves its core to the other one
     renew(rank, folder, device)
     try:
         fn = getattr(importlib.import_module(module), name)
         gc.collect()
-        gc.freeze()  # see conftest
+        gc.freeze()  # see conftest.py
         outcome = True, fn(rank, folder, device, *args)
     except BaseException:
         outcome = False, f"rank {rank}: {traceback.format_exc()}"
@@ -80,21 +80,21 @@ def _run(rank: int, module: str, name: str, folder: str, device: str, args: tupl
 
 
 def told_file(rank: int, folder: str | Path) -> Path:
-    """Where a rank's stderr is written."""
+    """Return the file of a rank's stderr."""
     return Path(folder, f"stderr{rank}")
 
 
 def save(rank: int, folder: str, outcome: tuple[bool, Any]) -> None:
-    """Write what a rank returns, for one that will not come to its end."""
+    """Write a rank's result, for a rank that will not end normally."""
     Path(folder, str(rank)).write_bytes(pickle.dumps(outcome))
 
 
 def renew(rank: int, folder: str, device: str) -> None:
-    """Make the process group, or a new one in place of one in which a rank has failed."""
+    """Make the process group, or replace one in which a rank has failed."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        # A group whose collective broke off is freed once the other rank's is, so all that holds this one must go.
-        gc.collect()  # an engine that failed, and was not detached
+        # A group with a broken collective is freed once the other rank's is, so all references to this one must go.
+        gc.collect()  # frees an engine that failed and was not detached
         for beats in [t for t in threading.enumerate() if t.name == "specdec-beat"]:
             beats.join(10)
         gc.collect()

@@ -1,4 +1,4 @@
-"""Tiny random models of every type with recurrent layers that transformers has, with layers of all their kinds."""
+"""Tiny random models of every type in transformers with recurrent layers, with all their kinds of layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -130,14 +130,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def recurrent_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> tf.PreTrainedModel:
-    """A random model of `name` in eval mode, in which what recurrent layers remember shows in logits; changes: of its
-    config."""
+    """Return a random model of `name` in eval mode whose recurrent states affect the logits; changes: to its config."""
     torch.manual_seed(seed)
     config = CONFIGS[name]()
     for key, value in changes.items():
         setattr(config, key, value)
     model = random_weights(tf.AutoModelForCausalLM.from_config(config), seed)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("A_log"):  # of decays, which matrices in some types
+        if parameter_name.endswith("A_log"):  # decay rates, which are matrices in some types
             parameter.data = torch.rand(parameter.shape) * 2 - 1
     return model.to(dtype).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Recurrent calls of one request from its first token on, token by token: what `conv` and `scan` compute."""
+"""Recurrent calls of one request from its first token, token by token: the reference for `conv` and `scan`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from specdec.reach.targets.admission.recording import Recorder
 
 
 class Naive(Recorder):
-    """Records calls, and computes them."""
+    """Records calls and computes their results."""
 
     def conv(self, inputs: ConvInputs, layer_id: int) -> torch.Tensor:
         super().conv(inputs, layer_id)
@@ -27,7 +27,7 @@ class Naive(Recorder):
         q, k, v, g, beta, rates, scale = inputs
         copies = v.shape[1] // k.shape[1]
         q, k, values, factor = *(t.float().repeat_interleave(copies, 1) for t in (q, k)), v.float(), 1.0
-        if scale is not None:  # keys stay as they are: what is written under a unit is written under its key
+        if scale is not None:  # keys stay unscaled: writing under a unit key equals writing under the key
             of_q, c = (torch.rsqrt((t * t).sum(-1, keepdim=True) + EPS) for t in (q, k))
             factor, values, beta = scale * of_q, values / c, beta.float() * (c * c).squeeze(-1)
         decays = _decays(g.float(), rates)
@@ -43,25 +43,25 @@ class Naive(Recorder):
 
     @property
     def order(self) -> list[int]:
-        """The ids that were called, in their order."""
+        """The layer ids of all calls, in order."""
         return [call.layer_id for call in self.calls]
 
 
 def _decays(g: torch.Tensor, rates: torch.Tensor | None) -> torch.Tensor:
-    """Return what states [H, N, P] are multiplied with before each token, [T, H, N or 1, P or 1]."""
+    """Return the factors of states [H, N, P] before each token, [T, H, N or 1, P or 1]."""
     if rates is not None:
         return (rates.float() * g.unsqueeze(2)).exp()
     return (g.unsqueeze(-1) if g.dim() == 3 else g[..., None, None]).exp()
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return what state [H, N, P] holds under key [H, N]: [H, P]."""
+    """Read state [H, N, P] with key [H, N]: [H, P]."""
     return (state * key.unsqueeze(2)).sum(1)
 
 
 @contextmanager
 def record_mixers() -> Iterator[Naive]:
-    """Answer and record the recurrent calls of this thread within the context."""
+    """Compute and record the recurrent calls of this thread within the context."""
     recorder = Naive()
     with recurrent_scope(recorder):
         yield recorder

@@ -1,4 +1,4 @@
-"""What a rank finds of a named shape that two share on CPUs: its weights, drafts for it, and `bench latency`."""
+"""Runs on each of two CPU ranks that share a named shape: its weights, drafts for it, and `bench latency`."""
 
 import contextlib
 import gc
@@ -16,8 +16,8 @@ from specdec.tools.commands import main as cli
 from specdec.tools.measure import shapes
 from specdec.tools.measure.shapes import fewer_layers, make_head, make_nextn, make_target, shard
 
-SHAPE = "tiny-hybrid"  # 8 layers of recurrence and attention, each with experts and a shared one
-OWN_LAYERS = 4  # so that the others repeat them
+SHAPE = "tiny-hybrid"  # 8 layers, recurrent and attention, each with routed experts and a shared one
+OWN_LAYERS = 4  # so that the other layers repeat their weights
 COMMON = ("--new-tokens", 4, "--repeats", 1, "--batches", 1, "--device", "cpu")
 DRAFTS = {"eagle3": ("--drafts", "plain,2:2:4"), "nextn": ("--drafts", "2:1:3", "--algo", "nextn")}
 
@@ -28,8 +28,8 @@ def logits_of(model):
 
 
 def found_of_shape():
-    """Facts of the shape, and the rows of its bench."""
-    gc.freeze()  # benches collect often: see conftest
+    """Return facts about the shape, and the rows of its bench."""
+    gc.freeze()  # benches collect often: see conftest.py
     with mock.patch.object(shapes, "OWN_LAYERS", OWN_LAYERS):
         model = shard(make_target(SHAPE, "cpu", **fewer_layers(SHAPE, 2)), SHAPE, 2)
         drafts = [make_head(SHAPE, model), make_nextn(model)]
@@ -44,7 +44,7 @@ def found_of_shape():
 
 
 def rows(*options):
-    """The rows that `bench latency` prints with `options`; on other ranks than the first nothing."""
+    """Return the rows that `bench latency` prints with `options`; nothing on ranks other than the first."""
     sys.argv = ["specdec", "bench", "latency", "--json", "--shape", SHAPE, *map(str, (*COMMON, *options))]
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as stop:
         cli.main()
@@ -54,7 +54,7 @@ def rows(*options):
 
 @torch.no_grad()
 def logits_of_one():
-    """Logits of one process with the same weights, and the bytes of these."""
+    """Return the logits of one process with the same weights, and the bytes of the weights."""
     own, whole = make_target(SHAPE, "cpu", num_hidden_layers=OWN_LAYERS), make_target(SHAPE, "cpu")
     state = own.state_dict()
     layers = {name: weight for name, weight in state.items() if ".layers." in name}

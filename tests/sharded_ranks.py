@@ -1,7 +1,7 @@
 """What tests/test_sharded.py runs in two processes: cases over models that transformers loads tensor-parallel.
 
 `python -m tests.sharded_ranks FOLDER RANK` writes FOLDER/RANK.pt: for each case its facts, or the text of its error.
-Facts are plain numbers, lists and tensors; what they must be stands in the tests.
+Facts are plain numbers, lists and tensors; the tests have the expected values.
 """
 
 import sys
@@ -29,14 +29,14 @@ from specdec.reach.targets.adapters.experts import Experts
 from tests.tiny_models import CONFIGS, VOCAB
 
 SIZE = 2
-IDS = torch.arange(24).view(2, 12) * 5 + 3  # of both halves of the vocabulary
+IDS = torch.arange(24).view(2, 12) * 5 + 3  # from both halves of the vocabulary
 _SMALL = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-_FUSED = {  # Phi-3 with a fused weight that is cut in each of its parts
+_FUSED = {  # Phi-3 with a fused weight, each part of which is sharded
     "model.layers.*.mlp.gate_up_proj": "packed_colwise",
     "model.layers.*.mlp.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
-_LATENT = {  # DeepSeek-V3 with its heads on different ranks, as transformers has it for V2
+_LATENT = {  # DeepSeek-V3 with heads sharded over ranks, as transformers does for V2
     "model.layers.*.self_attn.q_b_proj": "colwise",
     "model.layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
     "model.layers.*.self_attn.kv_b_proj": "colwise",
@@ -63,7 +63,7 @@ def _glm4() -> tf.PretrainedConfig:
     return tf.Glm4MoeConfig(**{key: getattr(llama, key) for key in _SMALL}, **sizes, **few)
 
 
-# by case: how to make its config, and what DistributedConfig takes besides the number of ranks
+# by case: how to make its config, and the options of DistributedConfig besides the number of ranks
 MODELS: dict[str, tuple[Callable[[], tf.PretrainedConfig], dict[str, Any]]] = {
     "llama": (CONFIGS["llama"], {}),
     "biased": (lambda: _changed("llama", attention_bias=True, mlp_bias=True), {}),
@@ -90,10 +90,10 @@ class Cases:
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
-        self.name = Communicator(dist.group.WORLD, torch.device("cpu")).name  # every mesh of two ranks is this group
+        self.name = Communicator(dist.group.WORLD, torch.device("cpu")).name  # every mesh of two ranks has this group
 
     def load(self, case: str, **changes: Any) -> tuple[nn.Module, nn.Module]:
-        """Return a random model as transformers loads it on two ranks, and the whole one."""
+        """Return a random model loaded by transformers on two ranks, and the whole model."""
         make, options = MODELS[case]
         path = self.folder / case
         if self.rank == 0 and not path.exists():
@@ -116,7 +116,7 @@ class Cases:
             communicator.close()
 
     def model(self, case: str) -> dict[str, Any]:
-        """A model before, while and after its parallelism is plain."""
+        """A model before, during and after its parallelism is made plain."""
         model, whole = self.load(case)
         before, state = _logits(model), _state(model)
         with self.made_plain(model) as sharded, Experts(model).routed():  # as engines run it
@@ -131,7 +131,7 @@ class Cases:
             }
             sharded.sums.restore()
             facts |= {"apart": _num_sums(model), "logits_apart": _logits(model)}
-        sharded.restore()  # a second time
+        sharded.restore()  # a second call
         return facts | {
             "whole": _logits(whole),
             "styles": sorted({f"{type(m).__name__} {style}" for m, style in _styles(model)}),
@@ -140,7 +140,7 @@ class Cases:
         }
 
     def weights(self) -> dict[str, Any]:
-        """Weights written while plain, in all the ways there are, are HF's afterwards."""
+        """Weights written while plain, in every possible way, are in HF's parameters afterwards."""
         model, _ = self.load("tied")
         layer = model.model.layers[0]
         modules = {
@@ -155,7 +155,7 @@ class Cases:
         expected = {key: d.to_local().detach().clone() * 2 for key, d in dtensors.items()}
         with self.made_plain(model), torch.no_grad():
             modules["in_place"].weight.mul_(2)
-            modules["moved"].weight.data = modules["moved"].weight.data.clone()  # as joined weights are
+            modules["moved"].weight.data = modules["moved"].weight.data.clone()  # as for joined weights
             modules["moved"].weight.mul_(2)
             dtensors["through_dtensor"].mul_(2)
             modules["replaced"].weight = nn.Parameter(modules["replaced"].weight * 2)
@@ -176,7 +176,7 @@ class Cases:
         }
 
     def refused(self) -> dict[str, Any]:
-        """Styles that are not known, each once."""
+        """Unknown styles are refused; the message names each once."""
         model, _ = self.load("qwen3")
         mesh = model.lm_head.weight.device_mesh
         layers = model.model.layers
@@ -189,7 +189,7 @@ class Cases:
         return {"message": message, "changed": _differences(state, _state(model))}
 
     def half_way(self) -> dict[str, Any]:
-        """An error in the middle of `plain` leaves nothing behind."""
+        """An error in the middle of `plain` leaves the model unchanged."""
         model, _ = self.load("qwen3")
         state, calls = _state(model), []
         original = Sharded._replace_parameters
@@ -208,7 +208,7 @@ class Cases:
         return {"message": message, "changed": _differences(state, _state(model)), "calls": len(calls)}
 
     def traced(self) -> dict[str, Any]:
-        """The layers as one graph, for any number of tokens."""
+        """The layers traced as one graph, for any number of tokens."""
         model, _ = self.load("qwen3")
         del model.model.layers[2:]
         graphs = []
@@ -234,7 +234,7 @@ class Cases:
         }
 
     def deferred(self) -> dict[str, Any]:
-        """Mixtures that bend what the shared expert gives, shift it a little, and add a bias to it."""
+        """Mixtures of experts that apply tanh to the shared expert's output, shift it slightly, or add a bias to it."""
         model, _ = self.load("glm4_moe")
         blocks = [layer.mlp for layer in model.model.layers[1:]]
         for block, after in zip(blocks, (nn.Tanh(), _Shift()), strict=False):
@@ -260,7 +260,7 @@ class Cases:
         }
 
     def saved(self) -> dict[str, Any]:
-        """A checkpoint that is saved while the parallelism is plain holds whole weights."""
+        """A checkpoint saved while the parallelism is plain has whole weights."""
         model, whole = self.load("tied")
         with self.made_plain(model):
             keys = [n for n, t in model.state_dict().items() if isinstance(t, DTensor)]
@@ -271,7 +271,7 @@ class Cases:
         return {"sharded": len(keys), "equal": torch.equal(_logits(again), _logits(whole)), "left": left}
 
     def by_hand(self) -> dict[str, Any]:
-        """Styles that no model here has: HF's outcome and ours."""
+        """Styles that no model here uses: compare HF's output with ours."""
         mesh = init_device_mesh("cpu", (SIZE,))
         torch.manual_seed(self.rank)
         model = nn.ModuleDict({"all_reduce": nn.Linear(8, 8), "moe_identity_expert": nn.Identity()})
@@ -284,7 +284,7 @@ class Cases:
                 return {name: torch.equal(module(x), before[name]) for name, module in model.items()}
 
     def other_ways(self) -> dict[str, Any]:
-        """Models that are shared in another way."""
+        """Models parallelised in other ways."""
         flat, _ = self.load("llama")
         flat._device_mesh = init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("dp", "tp"))
         mixed, _ = self.load("llama")
@@ -297,18 +297,18 @@ class Cases:
 
 
 class _OtherStyle(ColwiseParallel):
-    """A user's own."""
+    """A user's own style."""
 
 
 class _Shift(nn.Module):
-    """Adds what is too little to show in sums that are compared."""
+    """Adds too little to be seen in sums that are compared."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1e-6
 
 
 def _random_model(config: tf.PretrainedConfig) -> tf.PreTrainedModel:
-    """A model none of whose weights, biases and norms is zero or one."""
+    """A model in which no weight, bias or norm is zero or one."""
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
@@ -323,7 +323,7 @@ def _logits(model: nn.Module) -> torch.Tensor:
 
 
 def _num_sums(module: nn.Module, x: torch.Tensor = IDS) -> int:
-    """Return how many sums over ranks a forward runs."""
+    """Return the number of all-reduces in a forward."""
     calls: list[int] = []
     run = Communicator.all_reduce
 
@@ -341,7 +341,7 @@ def _owns_storage(tensor: torch.Tensor) -> bool:
 
 
 def _styles(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules with HF's closure, and the name of its style and options."""
+    """Yield the modules that have HF's closure, with the name of its style and options."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if forward is not None:
@@ -351,7 +351,7 @@ def _styles(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _state(model: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """What `restore` has to bring back, by name: objects that must be the same, values that must be equal."""
+    """What `restore` must restore, by name: objects that must be the same, values that must be equal."""
     state: dict[str, tuple[Any, Any]] = {}
     for name, module in model.named_modules():
         state[name] = (module.__dict__.get("forward"), getattr(module, "padding_idx", None))
@@ -364,7 +364,7 @@ def _state(model: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _differences(before: dict[str, tuple[Any, Any]], after: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Return the names of what is another object, or of another value."""
+    """Return the names whose object or value differs."""
 
     def differ(a: Any, b: Any) -> bool:
         return not torch.equal(a, b) if isinstance(a, torch.Tensor) else a != b
@@ -387,7 +387,7 @@ def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     tf.logging.set_verbosity_error()
     tf.logging.disable_progress_bar()
-    torch._C._get_accelerator = lambda: torch.device("cpu")  # transformers asks it; CUDA builds say cuda, GPU or not
+    torch._C._get_accelerator = lambda: torch.device("cpu")  # transformers calls it; CUDA builds give cuda, GPU or not
     store = dist.FileStore(str(folder / "store"), SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=30))
     cases = Cases(folder, rank)

@@ -18,8 +18,7 @@ def split_plan_reference(
     limits: list[int] | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the used rows of items, and tree_states.
-
-    An item is empty (kv_begin == kv_end) where no chunk begins within its share.
+    An item is empty (kv_begin == kv_end) if no chunk begins within its share.
     """
 
     def first_key(position: int) -> int:

@@ -1,4 +1,4 @@
-"""The tensors that prefills and rounds write, by name: tests compare them, poison them and put them back."""
+"""The tensors that prefills and rounds write, by name: tests compare them, fill them with NaN and restore them."""
 
 from dataclasses import fields
 
@@ -8,7 +8,7 @@ from specdec.core.cache.pool import KVPool
 
 
 def pool_tensors(pool, owner):
-    """Every tensor of a K/V pool, or of recurrent states, under a name that begins with `owner`."""
+    """Return every tensor of a K/V pool, or of a pool of recurrent states, under names that begin with `owner`."""
     if isinstance(pool, KVPool):
         own_v = {f"{owner} v[{i}]": v for i, v in enumerate(pool.v) if not pool.layers[i].v_in_k}
         return {f"{owner} k[{i}]": k for i, k in enumerate(pool.k)} | own_v
@@ -17,18 +17,18 @@ def pool_tensors(pool, owner):
 
 
 def pool_bytes(pool):
-    """The bytes that such a pool holds."""
+    """Return the bytes that a pool holds."""
     return sum(t.nbytes for t in pool_tensors(pool, "").values())
 
 
 def state_tensors(state):
-    """All of an EngineState."""
+    """Return all tensors of an EngineState."""
     own = {f.name: getattr(holder, f.name) for holder in (state, state.processors) for f in fields(holder)}
     return {name: t for name, t in own.items() if isinstance(t, torch.Tensor)} | {"sampling": state.sampling.bits.T}
 
 
 def worker_tensors(worker):
-    """All of a draft's worker; a cache that is its target's is left out."""
+    """Return all tensors of a draft worker, without a cache that it shares with the target."""
     named = {name: getattr(worker, name, None) for name in ("hot_ids", "logits", "hidden", "last", "features")}
     states = worker.context.states if worker.context is not None and worker.context.stores else ()
     cache = {name: t for state in states for name, t in pool_tensors(state, "cache").items()}

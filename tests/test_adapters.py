@@ -1,4 +1,4 @@
-"""Adapters on a live target, by PEFT where it is there: followed by live layers, refused by name by compiled ones."""
+"""Adapters on a live target, with PEFT if installed: live layers follow them, compiled ones refuse them by name."""
 
 import copy
 import json
@@ -132,13 +132,13 @@ def test_attention_that_peft_keeps_a_copy_of_is_given_back():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["up_proj"], modules_to_save=["self_attn"])
     wrapped = peft.get_peft_model(endless(tiny_model("llama", seed=7)), config).eval()
-    for _ in range(2):  # the second engine finds no marks of the first
+    for _ in range(2):  # the second engine finds nothing left by the first
         with specdec.attach(wrapped, **SETTINGS) as engine:
             assert served(engine) == text_of(wrapped.get_base_model())
 
 
 class Routed(nn.Module):
-    """Some rows go to one expert, the others to another."""
+    """Routes some rows to one expert, the others to another."""
 
     def __init__(self, layer):
         super().__init__()
@@ -159,7 +159,7 @@ def num_ops(graph):
 
 @pytest.fixture(scope="module")
 def two():
-    """A PeftModel of two adapters, of other layers, ranks and scales."""
+    """A PeftModel of two adapters with different layers, ranks and scales."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     common = {"init_lora_weights": False, "lora_dropout": 0.3, "task_type": "CAUSAL_LM"}
@@ -173,7 +173,7 @@ def two():
 
 
 def own_text(wrapped, prompt, name):
-    """What the PeftModel generates itself, with one of its adapters or none."""
+    """Return the text of the PeftModel's own generate, with one of its adapters or none."""
     ids = torch.tensor([prompt], device=DEVICE)
     with nullcontext() if name else wrapped.disable_adapter():
         if name:
@@ -230,7 +230,7 @@ def test_adapters_that_requests_choose_are_trained_while_they_serve(two, how):
                 assert text == own_text(model, PROMPTS[0], name)
             return text
 
-        before = check()  # whichever is active does not count
+        before = check()  # the active adapter makes no difference
         model.set_adapter("b")
         optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if ".b." in n], lr=30.0)
         ids = torch.tensor(PROMPTS[:1], device=DEVICE)
@@ -250,7 +250,7 @@ def test_adapters_that_requests_choose_are_trained_while_they_serve(two, how):
 
 
 def test_an_adapter_may_have_the_names_of_older_transformers(tmp_path):
-    """Files for Qwen2.5-VL of before 4.52 say model.layers, where it has model.language_model.layers now."""
+    """Files made for Qwen2.5-VL before 4.52 say model.layers, which is now model.language_model.layers."""
     model = image_model("qwen2_5_vl").to(DEVICE)
     now = save_lora(model.model.language_model, tmp_path / "now")
     before, tensors = shutil.copytree(now, tmp_path / "before"), load_file(now / FILE)
@@ -352,7 +352,7 @@ def test_a_changed_config_is_refused_by_name_beside_adapters(saved):
 
 
 def test_adapters_that_are_hot_swapped_are_read_again_when_the_cache_is_cleared(tmp_path):
-    """PEFT writes them through `.data`, which nobody notices."""
+    """PEFT writes them through `.data`, which changes no version counter."""
     hotswap = pytest.importorskip("peft.utils.hotswap")
     wrapped = adapted()
     base = endless(tiny_model("llama", seed=7))

@@ -1,4 +1,4 @@
-"""The drafting that a draft's folder advises: followed on a GPU where the user names none."""
+"""The drafting shape that a draft's folder recommends: used on a GPU if the user gives none."""
 
 import json
 import re
@@ -75,12 +75,12 @@ def test_the_shipped_draft_advises_on_a_gpu_only(device):
 
 
 class Attached(Exception):
-    """Raised in the place of an engine, with the config that it would have."""
+    """Raised instead of making an engine, with the config that it would have."""
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """Run a command with a target on a device that need not be there, and return what ended it."""
+    """Run a command with a target on a device that need not exist; return the exception that ended it."""
 
     def attach(model, draft, algo, tokenizer=None, max_new_tokens=None, **settings):
         name, source = resolve_draft(draft, algo)
@@ -109,7 +109,7 @@ def run(monkeypatch):
         ("generate w5", (2, 1, 3), (5, 4, 24)),
         ("chat", (2, 1, 3), (5, 4, 24)),
         ("serve bundled --max-batch 8", (2, 1, 3), (5, 4, 24)),
-        ("serve bundled", (2, 1, 3), (3, 1, 4)),  # its batch is larger than the advice is for
+        ("serve bundled", (2, 1, 3), (3, 1, 4)),  # its batch is larger than the recommendation allows
         ("demo --draft lookup", (2, 1, 3), (3, 1, 4)),
         ("chat --steps 4", (4, 1, 5), (4, 1, 5)),
         ("serve bundled --steps auto", (5, 1, 6), (5, 1, 6)),

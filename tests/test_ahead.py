@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: bodies are rehearsed at sizes that differ in kernels, launch nothing, and find zeros."""
+"""Kernels compiled ahead: bodies are rehearsed at sizes that need different kernels, launch nothing, and read zeros."""
 
 import itertools
 import subprocess
@@ -35,7 +35,7 @@ def _add_kernel(x, amount, N: tl.constexpr):
 
 
 class Within:
-    """A context that notes what happens in it, where `num_compiled` kernels have to be compiled."""
+    """A context that records calls; `num_compiled` kernels must be compiled in it."""
 
     def __init__(self, num_compiled=1):
         self.told, self.num_compiled = [], num_compiled
@@ -68,7 +68,7 @@ def test_a_size_for_each_power_of_two_is_rehearsed_in_every_variant_and_warmed_u
     assert within.told[2:-1] == [("rehearsed", v, n, True) for n in (9, 1, 2, 4, 8) for v in "ab"]
     within.told, within.num_compiled = [], 0
     rehearse([runner], within)
-    assert within.told[1:-1] == [("rehearsed", v, 9, True) for v in "ab"]  # which find all their kernels
+    assert within.told[1:-1] == [("rehearsed", v, 9, True) for v in "ab"]  # all their kernels are found
     within.told, phase[0] = [], "built"
     build([runner], capture, lower="nothing")
     for is_warm_up in (True, False):
@@ -87,7 +87,7 @@ def test_below_the_largest_size_some_variants_are_rehearsed():
 
 
 def test_one_kind_of_sampling_meets_all_kernels_that_sizes_change():
-    """Whole prefills attend otherwise where nothing is cached: both ways are rehearsed."""
+    """Whole prefills use other attention kernels if nothing is cached: both variants are rehearsed."""
     settings = {"max_batch": 2, "max_seq_len": 64, "cuda_graph": True, "prefill_graph": "whole", "backend": "triton"}
     core = specdec.attach(tiny_model("llama").to(DEVICE), **settings, prefill_buckets=[8], graph_batches=[1])._core
     whole = core.prefill.whole.runner.runner
@@ -99,7 +99,7 @@ def test_one_kind_of_sampling_meets_all_kernels_that_sizes_change():
 
 
 def test_ranks_are_not_asked_and_their_parts_are_zero():
-    """No group of that name exists: outside a rehearsal that is an error."""
+    """No communicator of that name exists: outside a rehearsal that is an error."""
     x = torch.ones(3, 4)
     with torch.inference_mode(), ahead._Zeros():
         found = [comm.all_reduce(x, "none"), comm.all_gather(x, 2, "none"), comm.broadcast(x, "none")]
@@ -118,7 +118,7 @@ def test_what_a_kernel_would_have_filled_is_zero():
 
 
 def test_within_ops_of_ours_too():
-    """They choose what torch, or Inductor's kernels, index by, and nothing may be read past its end."""
+    """They compute indices for torch's or Inductor's kernels, which must not read out of bounds."""
     row = torch.arange(4.0)
 
     def choose(x):
@@ -165,7 +165,7 @@ def test_equal_pieces_of_a_trace_run_once():
 
 
 def test_rehearsals_of_two_threads_come_one_after_the_other():
-    """Else the first to end would let the other's launches through, on void data."""
+    """Else the first to end would let the other's launches run, on uninitialised data."""
     run, inside, second = ahead.JITFunction.run, threading.Event(), []
 
     def rehearse_too():
@@ -251,7 +251,7 @@ def test_a_rehearsal_compiles_and_launches_nothing(tmp_path, monkeypatch):
         thread.join()
     assert not ahead.is_rehearsing()
     assert not x.any() and (other == 1).all()
-    _add_kernel[(1,)](x, 1.0, N=64)  # each waits for its own kernel
+    _add_kernel[(1,)](x, 1.0, N=64)  # both launches wait for their own kernel
     launch((1,), x, 1.0, N=16)
     assert compiled == ["_add_kernel"] * 3
     assert (x[:16] == 2).all() and (x[16:] == 1).all()
@@ -315,7 +315,7 @@ COMPILED_ELSEWHERE = """if True:
 
 
 def test_worker_processes_compile_what_threads_find(tmp_path, monkeypatch):
-    """In a process of its own, which compiles. Without a worker that is ready, threads compile it themselves."""
+    """Runs in a separate process. Without a worker that is ready, threads compile themselves."""
     for name, value in (("TRITON_INTERPRET", "0"), ("TRITON_CACHE_DIR", str(tmp_path)), ("PYTHONPATH", ".")):
         monkeypatch.setenv(name, value)
     subprocess.run([sys.executable, "-c", COMPILED_ELSEWHERE], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Every algorithm through the whole engine: the target's text, and drafts that are what the draft model really says."""
+"""Every algorithm in the whole engine: the target's text, and drafts that equal the draft model's own predictions."""
 
 import copy
 from dataclasses import replace
@@ -33,7 +33,7 @@ def engine_of(model, algo, shape, **settings):
     draft = random_draft(model, algo).to(DEVICE)
     engine = specdec.attach(model, draft, **{"max_batch": 3, "max_seq_len": 128, **shape, **settings})
     if (prefill := engine._core.prefill).mode != "off":
-        prefill.target_runner.device_bound_from = None  # a measurement: not beside other tests
+        prefill.target_runner.device_bound_from = None  # it is measured: do not measure beside other tests
     return engine
 
 
@@ -61,7 +61,7 @@ def test_greedy_text_is_that_of_generate(algo, shape, graphs):
 
 @pytest.mark.parametrize("algo", [*ALGOS, MODULES] if DEVICE.type == "cuda" else ["eagle3", "standalone"])
 def test_trees_of_more_nodes_than_a_word_has_bits(algo):
-    """Masks of two words in the draft's steps (17 nodes, 4 times) and in verify: graphs, and any law of sampling."""
+    """Masks of two words in the draft's steps (17 nodes, 4 times) and in verify: in graphs, greedy and sampled."""
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
     shape = {"num_steps": 5, "topk": 17, "num_draft_tokens": 100}
     engine = engine_of(model, algo, shape, **GRAPHS["graphs"])
@@ -75,7 +75,7 @@ def test_trees_of_more_nodes_than_a_word_has_bits(algo):
 
 @pytest.mark.parametrize("algo", [*ALGOS, MODULES] if DEVICE.type == "cuda" else [MODULES])
 def test_compiled_layers_feed_every_draft_alike(algo):
-    """Traced layers in rounds and prefills: the same text, and the very same drafts accepted."""
+    """Traced layers in rounds and prefills: the same text, and the same drafts accepted."""
     model, prompts, outs = tiny_model("llama").to(DEVICE), ragged_prompts(), []
     traced = {"compile": True, "compiler": "eager", "prefill_graph": "piecewise", "cuda_graph": True}
     for settings in (GRAPHS["eager"], traced):
@@ -117,7 +117,7 @@ def test_sampled_text_depends_on_neither_batch_nor_graphs(algo, shape):
 @SHAPES
 @pytest.mark.parametrize("algo", ["eagle3", "standalone", MODULES])
 def test_no_random_number_is_used_twice(algo, shape):
-    """What drafts and verification draw must be independent: of a seed, each (counter, stream) serves once."""
+    """Draws of drafts and of verification must be independent: each (seed, counter, stream) is used once."""
     model, prompts, used = tiny_model("llama").to(DEVICE), ragged_prompts(), []
     engine = engine_of(model, algo, shape, **GRAPHS["eager"])
     played = engine._core.round
@@ -141,7 +141,7 @@ LAW_SHAPES = {"chain": {"num_steps": 1}, "tree": {"num_steps": 2, "topk": 3, "nu
 @pytest.mark.parametrize("draws", [True, False], ids=["drawn", "greedy drafts"])
 @EVERY_ALGO
 def test_texts_sample_the_targets_own_law(algo, draws, shape):
-    """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
+    """Chi-square test over 1000 seeds of the second token, drafted and verified, given the first."""
     model, prompt = tiny_model("llama").to(DEVICE), ragged_prompts()[1]
     engine = engine_of(model, algo, LAW_SHAPES[shape], max_batch=250, max_seq_len=32, sample_drafts=draws)
     assert shape == "chain" or bool(engine._core.round.worker.draws_chains) == draws
@@ -149,21 +149,21 @@ def test_texts_sample_the_targets_own_law(algo, draws, shape):
 
 
 class FromScratch:
-    """What the draft says after `tokens`, all of them run again in one causal pass; nothing of the engine is used."""
+    """The draft's predictions after `tokens`, recomputed in one causal pass; uses nothing of the engine."""
 
     def __init__(self, model, draft, algo, tokens):
         self.model, self.draft, self.algo, self.tokens = model, draft, algo, tokens
 
     @torch.no_grad()
     def logits(self, path):
-        """Over draft ids, after the tokens and the drafted `path`."""
+        """Return logits over draft ids, after the tokens and the drafted `path`."""
         if self.algo == "standalone":
             return self.draft(torch.tensor([[*self.tokens, *path]], device=DEVICE)).logits[0, -1]
         head, known = self.draft, torch.tensor(self.tokens, device=DEVICE)
         self.keys, self.values = {}, {}
         states = self.run(known[1:], head.fuse(self.features(known[:-1])), 0)
         modules = min(len(path), head.num_modules - 1)
-        for m in range(1, modules + 1):  # each over all positions, on the states of the one before, a position later
+        for m in range(1, modules + 1):  # each over all positions, on the previous one's states, one position later
             ids = torch.cat([known[1:], torch.tensor(path[:m], device=DEVICE)])
             states = self.run(ids, torch.cat([states.new_zeros(1, states.shape[1]), states]), 0, m)
         for i in range(modules, len(path)):
@@ -196,9 +196,9 @@ class FromScratch:
 
 @torch.inference_mode()
 @SHAPES
-@pytest.mark.parametrize("algo", [*(algo for algo in ALGOS if algo != "block"), MODULES])  # test_block has its own
+@pytest.mark.parametrize("algo", [*(algo for algo in ALGOS if algo != "block"), MODULES])  # see test_block.py
 def test_drafts_are_what_the_draft_says_from_scratch(algo, shape):
-    """After rounds that accepted and refused: every drafted child is among the best K of a pass over all tokens."""
+    """After rounds with accepted and rejected drafts: each drafted child is in the top K of a pass over all tokens."""
     with torch.inference_mode(False):
         model = tiny_model("llama").to(DEVICE)
         draft = random_draft(model, algo).to(DEVICE)
@@ -211,7 +211,7 @@ def test_drafts_are_what_the_draft_says_from_scratch(algo, shape):
     roots, lens = core.state.roots[rows].tolist(), core.state.seq_lens[rows].tolist()
     tree = core.round.worker.draft(core.round.batch("greedy", rows, 96)).tree
     requests = core.scheduler.decoding()
-    core.delivery.read(0)  # what the host has not read yet
+    core.delivery.read(0)  # results that the host has not read yet
     for i, request in enumerate(requests):
         tokens = [*request.prompt_ids, *request.tokens][: lens[i] + 1]
         assert tokens[-1] == roots[i] == int(tree.tokens[i, 0])
@@ -219,7 +219,7 @@ def test_drafts_are_what_the_draft_says_from_scratch(algo, shape):
 
 
 def check_tree(scratch, tokens, parents, shape):
-    """Each drafted node is one of the best K after its parent's path; a chain's is the best."""
+    """Check that each drafted node is among the top K after its parent's path; in a chain it is the best."""
     hot = list(range(VOCAB)) if scratch.algo == "standalone" else scratch.draft.hot_ids.tolist()
     paths = {0: []}
     for node in range(1, len(tokens)):

@@ -1,7 +1,7 @@
-"""What the folders promise, read from the source with `ast`: nothing here imports specdec.
+"""Rules about the source tree, checked with `ast`: nothing here imports specdec.
 
-Imports point down, no module keeps mutable state, every module has a docstring, `backends/` names no algorithm,
-`graphs/` knows no models, tensors of an engine say where they are, and no file names the machine it was written on.
+Imports point down, no module has mutable state, every module has a docstring, `backends/` names no algorithm,
+`graphs/` knows no models, an engine's tensors are made with a device, and no file names the machine it was written on.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("specdec", "graphs", "backends")  # the last two are read where they lie, not through their links
+PACKAGES = ("specdec", "graphs", "backends")  # the last two are read at their real path, not through their links
 
-# Lowest first. Modules in one set may import each other; sets side by side may not; a row may import all rows above it
+# Lowest first. Modules in one set may import each other; sets of one row may not; a row may import all rows above it
 # in this listing. "" is specdec/__init__.py.
 LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
-    (frozenset({"core", "reach", "tools"}),),  # the packages themselves hold nothing
+    (frozenset({"core", "reach", "tools"}),),  # the packages' own __init__ files are empty
     (frozenset({"ranges"}),),
     (frozenset({"options"}),),
     (
@@ -50,13 +50,13 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"", "__main__"}),),
 )
 
-# Folders below specdec/, innermost first: a ring imports none outside it. Core knows live models by the contracts of
-# `specdec.core.target` only.
+# Folders below specdec/, innermost first: a ring imports none outside it. Core knows live models only through the
+# interfaces of `specdec.core.target`.
 RINGS = ("core", "reach", "tools")
-# The most modules of ours that an import of each may bring in.
+# The largest number of our modules that an import of each may load.
 CLOSURES = {"specdec.core.engine.scheduler": 20, "specdec.core.round.program": 40, "specdec.core.draft.worker": 25}
 
-# Beyond the order: who must not know whom, although it lies below or outside.
+# Beyond the order: imports that are forbidden although the order would allow them.
 STRANGERS = {
     "graphs": ("specdec.reach.targets", "transformers"),  # captures callables
     "draft": ("specdec.graphs",),  # workers run; the engine decides what is captured
@@ -64,7 +64,7 @@ STRANGERS = {
 
 ALGORITHM_NAMES = ("eagle", "nextn")
 
-# What an engine makes, some of it on the host for a reason: torch's default device, which users set, is not asked.
+# Packages that make an engine's tensors, some on the host on purpose: none may use torch's default device.
 PLACED = ("", "backends", "graphs", "cache", "functional", "targets", "draft", "round", "prefill", "engine", "doors")
 PLACED += ("batch", "assembly")
 MAKERS = frozenset(
@@ -91,7 +91,7 @@ MUTABLE_CALLS = frozenset(
 
 
 class Module(NamedTuple):
-    """A source file: its path as shown in messages, its one dotted name, its tree."""
+    """A source file: its path in messages, its dotted name, its syntax tree."""
 
     path: str
     name: str  # "specdec.graphs.counters"
@@ -100,7 +100,7 @@ class Module(NamedTuple):
 
     @property
     def component(self) -> str:
-        """The part that LAYERS speaks of: "graphs" for specdec.graphs.counters, "" for specdec itself."""
+        """The name in LAYERS: "graphs" for specdec.graphs.counters, "" for specdec itself."""
         return component(self.name)
 
 
@@ -119,7 +119,7 @@ def component(name: str) -> str:
 
 
 def parse(path: str, source: str) -> Module:
-    """`path` is relative to the repository root."""
+    """Parse a module; `path` is relative to the repository root."""
     parts = list(Path(path).with_suffix("").parts)
     if parts[0] != "specdec":
         parts.insert(0, "specdec")
@@ -130,7 +130,7 @@ def parse(path: str, source: str) -> Module:
 
 
 def is_cargo(file: Path) -> bool:
-    """Whether `file` lies in a draft's folder: transformers loads it, nothing imports it."""
+    """Return whether `file` is in a draft's folder: transformers loads it, nothing imports it."""
     return file.is_relative_to(ROOT / "specdec" / "shipped") and file.parent.name != "shipped"
 
 
@@ -151,7 +151,7 @@ def is_type_checking(test: ast.expr) -> bool:
 
 
 def walk_runtime(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below, except what only a type checker sees."""
+    """Yield every node below, except code for type checkers only."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and is_type_checking(child.test):
             for statement in child.orelse:
@@ -164,7 +164,7 @@ def walk_runtime(node: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def imports(module: Module) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import at run time, lazy ones too. `from a import b` is "a.b": b may be a module."""
+    """(line, dotted name) of every run-time import, lazy ones too. `from a import b` is "a.b": b may be a module."""
     found = []
     package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
     for node in walk_runtime(module.tree):
@@ -180,7 +180,7 @@ def imports(module: Module) -> list[tuple[int, str]]:
 
 
 def place(name: str) -> tuple[int, frozenset[str]] | None:
-    """(height, set) of a component, or None when LAYERS does not have it."""
+    """Return (height, set) of a component, or None if LAYERS does not have it."""
     for height, row in enumerate(LAYERS):
         for group in row:
             if name in group:
@@ -198,7 +198,7 @@ def direction_offences(module: Module) -> Iterator[Offence]:
             name = "specdec." + name
         if name.partition(".")[0] != "specdec" or name == "specdec.__version__":
             continue
-        # `from specdec import attach` takes a name from the face; `from specdec import config` is a module
+        # `from specdec import attach` takes a name of the package; `from specdec import config` is a module
         there = place(component(name)) or (
             place(name.split(".")[1] if name.count(".") == 2 else "") if name.count(".") < 3 else None
         )
@@ -225,7 +225,7 @@ def second_name_offences(module: Module) -> Iterator[Offence]:
 
 
 def module_level(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run at import, those in if, try, with and loops too; not what lies in functions and classes."""
+    """Statements that run at import, also those in if, try, with and loops; not those in functions and classes."""
     for statement in statements:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -273,7 +273,7 @@ def docstring_offences(module: Module) -> Iterator[Offence]:
 
 
 def algorithm_offences(module: Module) -> Iterator[Offence]:
-    """Algorithm names in the code of `backends/`: names and strings; prose in comments and docstrings is free."""
+    """Algorithm names in identifiers and strings of `backends/`; comments and docstrings may have them."""
     if module.component != "backends":
         return
     prose = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
@@ -289,7 +289,7 @@ def algorithm_offences(module: Module) -> Iterator[Offence]:
 
 
 def device_offences(module: Module) -> Iterator[Offence]:
-    """Tensors that an engine makes without a device."""
+    """Tensors that an engine makes without naming a device."""
     for node in ast.walk(module.tree) if module.component in PLACED else ():
         if not isinstance(node, ast.Call) or any(k.arg in ("device", None) for k in node.keywords):
             continue
@@ -317,7 +317,7 @@ def test_tree(check: Callable[[Module], Iterator[Offence]]) -> None:
 
 @cache
 def top_level_imports(module: Module) -> tuple[str, ...]:
-    """Return what an import of `module` imports: at module level, and not for type checkers only."""
+    """Return what an import of `module` imports at module level, without imports for type checkers only."""
     lazy = {
         id(node)
         for function in ast.walk(module.tree)
@@ -330,7 +330,7 @@ def top_level_imports(module: Module) -> tuple[str, ...]:
 
 @cache
 def top_level_closure(name: str) -> set[str]:
-    """Return the modules of ours that an import of `name` imports, the packages that they lie in included."""
+    """Return our modules that an import of `name` loads, their packages included."""
     known = {module.name: module for module in modules()}
     found, rest = set(), [name]
     while rest:
@@ -350,7 +350,7 @@ def test_closures_of_core_are_small(name: str) -> None:
 
 
 def ring_of(name: str) -> int:
-    """Height of the ring that a module lies in, 0 for the core and what lies beside it, such as graphs."""
+    """Return the index of a module's ring, 0 for the core and what is beside it, such as graphs."""
     part = name.partition(".")[2].partition(".")[0]
     return RINGS.index(part) if part in RINGS else 0
 
@@ -392,8 +392,8 @@ def test_link_is_relative(name: str) -> None:
     assert link.readlink() == Path("..", name)
 
 
-# Absolute paths of the machines that this was written on, and the hosts of package registries: neither means anything
-# to a reader. A link to a model's or a paper's page is fine.
+# Absolute paths of the machines that this was written on, and hosts of package registries: neither is of use to a
+# reader. A link to a model's or a paper's page is fine.
 MACHINE_TEXT = re.compile(
     r"(?<![\w.~-])/(?:work|root|home/\w+|tmp/w|tmp/bash_jobs[\w.]*|opt/wheels|opt/pypi[\w-]*)(?:/|(?![\w.-]))"
     r"|\b(?:pypi\.org|pythonhosted\.org|deb\.debian\.org|security\.debian\.org|registry\.npmjs\.org|npmjs\.com)\b"
@@ -401,7 +401,7 @@ MACHINE_TEXT = re.compile(
 
 
 def text_files() -> Iterator[Path]:
-    """What git tracks or would add; in an unpacked sdist, every file."""
+    """Yield what git tracks or would add; in an unpacked sdist, every file."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listing.returncode == 0:

@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4: what they draft is what transformers has them draft, on K/V of the engine's target."""
+"""Assistants of Gemma 4: drafts equal those in transformers, on the K/V of the engine's target."""
 
 import pytest
 import torch
@@ -37,12 +37,12 @@ def engine_of(target, draft, shape=CHAIN, **settings):
 
 
 def committed(target, ids):
-    """A forward of the target over all of `ids` but the last, the root, as transformers gives it to assistants."""
+    """A target forward over `ids` without the last, the root, with the outputs that transformers gives assistants."""
     return target(ids[:, :-1], use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
 
 
 def generator_of(target, draft, ids, num_steps):
-    """Transformers' generator of candidates, which drafts `num_steps` tokens."""
+    """Return transformers' candidate generator, which drafts `num_steps` tokens."""
     config = tf.GenerationConfig(max_length=500, eos_token_id=None)
     draft.generation_config.num_assistant_tokens = num_steps
     draft.generation_config.num_assistant_tokens_schedule = "constant"
@@ -51,7 +51,7 @@ def generator_of(target, draft, ids, num_steps):
 
 
 class FromScratch:
-    """What an assistant says after `tokens` in transformers, from K/V of one forward of the target."""
+    """An assistant's predictions after `tokens` in transformers, on the K/V of one target forward."""
 
     algo = "standalone"  # it scores every token
 
@@ -60,7 +60,7 @@ class FromScratch:
 
     @torch.no_grad()
     def logits(self, path):
-        """After the tokens and the drafted `path`."""
+        """Return the logits after the tokens and the drafted `path`."""
         out, embed = committed(self.target, self.ids), self.target.get_input_embeddings()
         state, position = out.hidden_states[-1][:, -1:], torch.tensor([[self.ids.shape[1] - 1]], device=DEVICE)
         for token in [int(self.ids[0, -1]), *path]:
@@ -71,13 +71,13 @@ class FromScratch:
 
 
 def after_rounds(engine, num_rounds=3):
-    """The core of an engine some rounds past five prompts, a batch, and each request's tokens up to the root."""
+    """Return an engine's core some rounds past five prompts, a batch, and each request's tokens up to the root."""
     core, rows = past_prefill(engine, SamplingParams(), num_rounds)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     lens, batch = core.state.seq_lens[rows].tolist(), core.round.batch("greedy", rows, 96)
     requests = core.scheduler.decoding()
-    core.delivery.read(0)  # what the host has not read yet
+    core.delivery.read(0)  # results that the host has not read yet
     return core, batch, [[*r.prompt_ids, *r.tokens][: n + 1] for r, n in zip(requests, lens, strict=True)]
 
 
@@ -85,7 +85,7 @@ def after_rounds(engine, num_rounds=3):
 @CENTROIDS
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_those_of_transformers(kind, has_centroids):
-    """After rounds that accepted and refused drafts: the same tokens, and at the root the same logits."""
+    """After rounds with accepted and rejected drafts: the same tokens, and the same logits at the root."""
     with torch.inference_mode(False):
         target, draft = pair_of(kind, has_centroids, torch.float64)
     with pytest.warns(UserWarning, match="synthetic_acceptance"):
@@ -106,8 +106,8 @@ def test_drafts_are_those_of_transformers(kind, has_centroids):
 
 @CENTROIDS
 def test_rounds_are_those_of_assisted_generation(has_centroids, monkeypatch):
-    """Round by round of `generate(assistant_model=)`, which in 5.17 gives an assistant the first token's state after a
-    prefill, and K/V of a draft that was refused; here the last token's, and K/V of the text."""
+    """Compares each round with `generate(assistant_model=)`, which in 5.17 gives an assistant the first token's state
+    after a prefill, and K/V of a rejected draft; here it gets the last token's state, and K/V of the text."""
     target, draft = pair_of(has_centroids=has_centroids, dtype=torch.float64)
     theirs, ours, propose = [], [], Generator.get_candidates
 
@@ -188,7 +188,7 @@ def test_trees_hold_the_best_children(has_centroids):
 
 @SHAPES
 def test_replays_draft_what_eager_rounds_do(shape):
-    """Of texts that are drawn, too, in batches of any size; pools hold NaN where nobody should look."""
+    """Sampled texts too, in batches of any size; pools hold NaN where nothing may be read."""
     target, draft = pair_of()
     law, outs = SamplingParams(temperature=0.9, top_k=30, seed=5), []
     for settings in ({"max_batch": 1, **GRAPHS["eager"]}, {"max_batch": 5, **GRAPHS["graphs"]}):
@@ -308,7 +308,7 @@ def test_a_round_never_waits_for_the_host(shape, has_centroids):
     target, draft = pair_of(has_centroids=has_centroids)
     engine = engine_of(target, draft, shape, strict=True)
     expected = [greedy(target, p, 24) for p in ragged_prompts()]
-    engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may wait
+    engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may synchronise
     forbid_waits(engine._core.launcher, "round")
     assert engine.generate(ragged_prompts(), max_new_tokens=24).tokens == expected
     assert engine.report().runners["round"]["replays"]
