@@ -1,4 +1,4 @@
-"""Attach and detach on live models of many architectures: the same text as `generate`, and no trace afterwards."""
+"""Attach and detach on live models of many architectures: the same text as `generate`, and nothing left afterwards."""
 
 import copy
 import gc
@@ -63,12 +63,12 @@ def test_unsupported_models_are_refused_with_their_reason(name):
 
 
 def test_a_softcap_that_the_models_own_attention_leaves_out_is_named():
-    """Logits as small as those of random weights tell no difference."""
+    """Logits as small as those of random weights would show no difference."""
     model = tiny_model("gemma2")
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(30)
-    if model.config._attn_implementation == "sdpa":  # the default of transformers 5.17, of 5.23 no more
+    if model.config._attn_implementation == "sdpa":  # the default of transformers 5.17, but no longer of 5.23
         message = r"sdpa, leaves out the softcap: load .* attn_implementation='eager'"
         with pytest.raises(specdec.AttachError, match=message):
             specdec.attach(model)
@@ -128,7 +128,7 @@ def test_a_compiled_engine_that_loads_its_draft_in_inference_mode(tmp_path):
 def test_detach_leaves_the_model_as_it_was():
     model = tiny_model("llama")
     ids = torch.tensor([ragged_prompts()[0]])
-    before = model(ids, output_hidden_states=[0]).logits  # HF itself leaves attributes behind the first time
+    before = model(ids, output_hidden_states=[0]).logits  # on its first call, HF itself leaves attributes behind
     names = [sorted(vars(m)) for m in model.modules()]
     configs = [m.config for m in model.modules() if hasattr(m, "config")]
     engine = specdec.attach(model, random_head(model))
@@ -141,14 +141,14 @@ def test_detach_leaves_the_model_as_it_was():
 
 
 def test_hooks_on_layers_go_with_us():
-    """EAGLE-3 reads the outputs of layers by hooks; those of the model's owner stay."""
+    """EAGLE-3 reads layer outputs through hooks; detach removes ours and keeps the owner's."""
     model, prompt = tiny_model("llama"), ragged_prompts()[0]
     names = [sorted(vars(m)) for m in model.modules()]
     with specdec.attach(model, random_head(model), max_seq_len=64) as engine:
         engine.generate([prompt], max_new_tokens=2)
     assert [sorted(vars(m)) for m in model.modules()] == names and pickle.dumps(model)
     assert not any(m._forward_hooks for m in model.modules())
-    model(torch.tensor([prompt]), output_hidden_states=True)  # by its owner: these stay
+    model(torch.tensor([prompt]), output_hidden_states=True)  # hooks of the model's owner, which stay
     hooks = [list(m._forward_hooks) for m in model.modules()]
     with specdec.attach(model, random_head(model), max_seq_len=64) as engine:
         engine.generate([prompt], max_new_tokens=2)
@@ -165,7 +165,7 @@ def test_attach_twice_and_generate_after_detach():
     for call in (lambda: engine.generate([[3]]), engine.report):
         with pytest.raises(specdec.DetachedError, match="detached"):
             call()
-    engine.detach()  # as what ends a `with`, or a notebook's cell run twice: there is nothing left to do
+    engine.detach()  # as at the end of a `with`, or in a notebook cell run twice: nothing is left to do
     specdec.attach(model).detach()
 
 
@@ -222,7 +222,7 @@ def test_backends_are_prepared_for_their_layers_before_anything_runs(monkeypatch
     monkeypatch.setattr(TorchBackend, "_prepare", lambda self, metadata: (seen.append("ran"), run(self, metadata))[1])
     model = tiny_model("llama")
     engine = specdec.attach(model, random_head(model), backend="torch")
-    admission = seen.index((model.config.num_hidden_layers, torch.float32))  # its backend is one of its own
+    admission = seen.index((model.config.num_hidden_layers, torch.float32))  # it uses a backend of its own
     engine.generate([[3]], max_new_tokens=1)
     wanted = [(model.config.num_hidden_layers, torch.float32), (1, torch.float32), "ran"]  # the target's, the draft's
     assert seen[admission : admission + 3] == wanted and seen.count("ran") > admission
@@ -235,9 +235,9 @@ def test_low_precision_rotary_is_reported():
 
 @pytest.mark.parametrize("settings", [{}, {"compile": True, "compiler": "eager"}])
 def test_an_engine_that_is_dropped_leaves_the_model_free(settings):
-    """As in a notebook cell that is run again; no collection is needed, and nothing is left on the model."""
+    """As in a notebook cell that is run again: no garbage collection is needed, and the model keeps nothing."""
     model, prompt = tiny_model("llama"), ragged_prompts()[0]
-    model(torch.tensor([prompt]), output_hidden_states=[0])  # HF itself leaves attributes behind the first time
+    model(torch.tensor([prompt]), output_hidden_states=[0])  # on its first call, HF itself leaves attributes behind
     names = [sorted(vars(m)) for m in model.modules()]
     expected = greedy(model, prompt)
     gc.disable()
@@ -267,13 +267,13 @@ def test_an_engine_that_is_dropped_after_a_failure_is_freed(part, method):
 
 
 def fails_at(number, owner, method):
-    """Patch a method so that one call raises; the first one is 1."""
+    """Patch a method so that its call `number` raises, counted from 1."""
     run, calls = getattr(owner, method), itertools.count(1)
     return mock.patch.object(owner, method, lambda *args: 1 / 0 if next(calls) == number else run(*args))
 
 
 def test_an_engine_that_outlives_our_modules_is_dropped_without_a_word(monkeypatch):
-    """As at the end of a process, which sets what modules hold to None."""
+    """As at interpreter exit, which sets module globals to None."""
     told = []
     engine = specdec.attach(tiny_model("llama"))
     monkeypatch.setattr(sys, "unraisablehook", told.append)
@@ -430,7 +430,7 @@ def test_drafts_without_a_step_are_refused(algo):
 
 
 def test_what_a_detached_engine_held_is_freed_at_once():
-    """Without a collection: on a GPU it is gigabytes."""
+    """Without a garbage collection: on a GPU this is gigabytes."""
     model = tiny_model("llama")
     engine = specdec.attach(model, random_head(model), num_steps=2, cuda_graph=True)
     engine.generate([[3, 4]], max_new_tokens=4)
@@ -447,7 +447,7 @@ def test_what_a_detached_engine_held_is_freed_at_once():
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 def test_the_default_dtype_of_torch_changes_nothing(default):
-    """Which a user may have set to load models."""
+    """Users may have set it to load models."""
     model = tiny_model("llama")
     draft, found = random_draft(model, "eagle3"), []
     processed = {"do_sample": True, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.3, "logit_bias": {5: 1.5}}

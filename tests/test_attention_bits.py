@@ -1,6 +1,6 @@
-"""A query at a position has the same attention, bit for bit, in whatever forward it is computed.
+"""The attention of a query at a position has the same bits in every kind of forward.
 
-Plain decoding, chains, the paths of trees, prefills whole, in chunks, packed and over a prefix, with keys split or not.
+Plain decoding, chains, paths of trees, prefills whole, in chunks, packed and over a prefix, with and without split K/V.
 In fp32 in Triton's interpreter, in all dtypes on a GPU.
 """
 
@@ -43,7 +43,7 @@ REAL = {
 
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch):
-    """NumPy's fp32 products depend on the number of rows; a GPU's add in the order of K. In fp64 all orders agree."""
+    """NumPy's fp32 products depend on the number of rows; a GPU sums in the order of K. In fp64 all orders agree."""
     from triton.runtime import interpreter
 
     def dot(self, a, b, d, *options):
@@ -54,7 +54,7 @@ def exact_products(monkeypatch):
 
 
 class Text:
-    """One text, whose every position has a q, k and v; row 0 of the slot table holds it, row 1 another one."""
+    """A text with a q, k and v for every position, in row 0 of the slot table; row 1 has another text."""
 
     def __init__(self, layer, length, dtype=torch.float32, page_size=1, processors=None):
         generator = torch.Generator().manual_seed(0)
@@ -77,7 +77,7 @@ class Text:
         self.context = ForwardContext(self.backend, pool, [layer], [self.sinks], lambda mode: None)
 
     def attend(self, metadata, inputs):
-        """The attention of tokens, of whom inputs holds q, k and v."""
+        """Return the attention of tokens with these q, k and v."""
         q, k, v = (t.contiguous() for t in inputs)
         out = torch.full((q.shape[0], self.layer.num_heads, self.layer.v_dim), float("nan")).to(q)
         with forward_context(self.context, metadata):
@@ -91,19 +91,19 @@ class Text:
         return self.backend.metadata.uniform(mode, self.table, rows, lens, q_len=q_len, max_prefix=most, **tree)
 
     def decoded(self, positions):
-        """Plain decoding, a request a position."""
+        """Plain decoding, one request per position."""
         at = torch.tensor(positions, device=DEVICE)
         return self.attend(self.uniform([0] * len(positions), positions, 1), [t[at] for t in self.text])
 
     def chain(self, start, q_len, others=()):
-        """A verify from `start` on, between requests of the other text."""
+        """Verify a chain from `start`, between requests of the other text."""
         starts = [*others, start]
         at = [torch.arange(s, s + q_len, device=DEVICE) for s in starts]
         inputs = [torch.cat([b[i] for i in at[:-1]] + [a[at[-1]]]) for a, b in zip(self.text, self.other, strict=True)]
         return self.attend(self.uniform([1] * len(others) + [0], starts, q_len), inputs)[-q_len:]
 
     def tree(self, start, parents, path):
-        """A verify of a tree from `start` on, where the nodes of `path` are the text's tokens: their attention."""
+        """Verify a tree from `start`; return the attention of `path`, whose nodes have the text's tokens."""
         lines = [[0]]
         for node in range(1, len(parents)):
             lines.append([*lines[parents[node]], node])
@@ -115,13 +115,13 @@ class Text:
         slots = self.table[0].clone()
         tree = {"depths": depths, "tail_depths": depths, "ancestor_bits": bits}
         found = self.attend(self.uniform([0], [start], len(parents), **tree), inputs)[path]
-        # As a commit does; the nodes' K and V lay where the text's had been.
+        # As a commit does: the nodes' K and V have overwritten the text's.
         after = slice(start, min(start + len(parents), self.length))
         self.context.pool.write(0, slots[after].long(), self.text[1][after], self.text[2][after])
         return found
 
     def prefilled(self, *cuts, others=()):
-        """Prefills of [0, cuts[0]), [cuts[0], cuts[1]), ...: the attention of all; others: lengths of packed ones."""
+        """Prefill [0, cuts[0]), [cuts[0], cuts[1]), ...; return all attention. others: lengths of packed requests."""
         outs = []
         for start, end in zip((0, *cuts), cuts, strict=False):
             rows, starts, lens = [1] * len(others) + [0], [0] * len(others) + [start], [*others, end - start]
@@ -133,7 +133,7 @@ class Text:
         return torch.cat(outs)
 
     def fresh(self, length, others):
-        """A prefill of [0, length) and of others, whose lengths only the device knows, as in a graph; then padding."""
+        """Prefill [0, length) and others, with lengths known only on the device, as in a graph; then padding."""
         lens = torch.tensor([*others, length], device=DEVICE)
         rows, before = torch.tensor([1] * len(others) + [0], device=DEVICE), sum(others)
         metadata = self.backend.metadata.packed(self.table, rows, lens * 0, lens, before + length + 5, 0)
@@ -147,7 +147,7 @@ class Text:
 
 
 def check(text, at, q_len, cut):
-    """The query at `at` and the one before it in every kind of forward, against plain decoding."""
+    """Compare the query at `at`, and the one before, in every kind of forward with plain decoding."""
     want = dict(zip((at - 1, at), text.decoded([at - 1, at]), strict=True))
     differing = []
 
@@ -167,7 +167,7 @@ def check(text, at, q_len, cut):
     while path[0]:
         path.insert(0, binary[path[0]])
     compare("tree, binary", text.tree(at - len(path) + 1, binary, path), at - len(path) + 1)
-    late = [0, *[0] * (num - 2), num - 2]  # two nodes behind siblings of the first
+    late = [0, *[0] * (num - 2), num - 2]  # two nodes after siblings of the first
     compare("tree, late", text.tree(at - 2, late, [0, num - 2, num - 1]), at - 2)
     compare("prefill", text.prefilled(at + 1), 0)
     compare("prefill in chunks", text.prefilled(cut, at, at + 1), 0)
@@ -180,14 +180,14 @@ def check(text, at, q_len, cut):
 @pytest.mark.parametrize(("q_len", "processors"), [(2, 1), (7, 12)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_bits_are_those_of_plain_decoding(name, q_len, at, processors, monkeypatch):
-    """At the edges of blocks and chunks; one processor: tiles are whole, many: they are split."""
+    """At the edges of blocks and chunks. With one processor tiles are whole, with many they are split."""
     monkeypatch.setattr(tiling, "shared_memory", lambda device: 99 << 10)  # smaller blocks
     check(Text(LAYERS[name], 150, page_size=4, processors=processors), at, q_len, cut=min(at, 37) - 3)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (2, 1), (8, 1)])
 def test_splitting_changes_no_bits(heads):
-    """Groups of 1, 2 and 8; of a batch, a prefill and a tree."""
+    """Groups of 1, 2 and 8; a batch, a prefill and a tree."""
     answers = []
     for processors in (1, 12):
         text = Text(LayerSpec(*heads, 16, 16, 0.25, has_sinks=True), 150, processors=processors)
@@ -200,8 +200,8 @@ def test_splitting_changes_no_bits(heads):
 
 @pytest.mark.gpu
 def test_the_next_kernel_reads_what_attention_wrote():
-    """A graph of packed prefills of 512 tokens, each with a product by cuBLAS behind it, that all fill one tensor, as
-    layers do; kernels may begin before the one in front has ended."""
+    """A graph of packed prefills of 512 tokens, each followed by a cuBLAS product; all write one tensor, as layers do.
+    Kernels may begin before the previous one ends."""
     layer = REAL["SmolLM2"]
     text = Text(layer, 700, torch.bfloat16, page_size=16)
     weight = text.random(576, 576)

@@ -1,4 +1,4 @@
-"""num_steps="auto": rounds of several shapes in one text, drafts that catch up, and what the policy is told."""
+"""num_steps="auto": rounds of several shapes in one text, drafts that catch up, and the policy's inputs."""
 
 import copy
 
@@ -33,14 +33,14 @@ def engine_of(model, algo, shape=CHAINS, **settings):
 
 
 def follow(engine, choose):
-    """Let choose(number of the round) pick the tiers."""
+    """Make choose(round number) pick the tiers."""
     numbers, policy = iter(range(10**6)), engine._core.launcher.tiers.policy
     policy.choose = lambda batch, context: choose(next(numbers))
     policy.keeps_up = lambda batch: True
 
 
 def vary(engine):
-    """Runs of plain rounds, some longer than what is kept, and of all other tiers between them."""
+    """Alternate runs of plain rounds, some longer than the kept features, with all other tiers."""
     others, runs = range(1, len(engine.config.shapes)), []
     while len(runs) < 3000:
         for plain, drafted in ((2, 1), (CATCH_UP + 7, 2), (1, 1), (CATCH_UP, 1)):
@@ -77,7 +77,7 @@ def test_greedy_text_is_that_of_generate(algo, shape, graphs):
 @SHAPES
 @EVERY_ALGO
 def test_drafts_that_have_caught_up_are_what_the_draft_says_from_scratch(algo, shape):
-    """After plain rounds, more than are kept, and drafted ones; a newcomer has nothing to catch up with."""
+    """After plain rounds, more than are kept, and drafted ones; a new request has nothing to catch up with."""
     with torch.inference_mode(False):
         model = tiny_model("llama").to(DEVICE)
         draft = random_draft(model, algo).to(DEVICE)
@@ -104,7 +104,7 @@ def test_drafts_that_have_caught_up_are_what_the_draft_says_from_scratch(algo, s
     for i, request in enumerate(requests):
         tokens = [*request.prompt_ids, *request.tokens]
         assert len(tokens) == lens[i] + 1
-        if algo == "block":  # what it drafts follows from these: see test_block
+        if algo == "block":  # its drafts follow from these states: see test_block.py
             states, expected = (
                 core.round.worker.states(batch)[i],
                 naive_states(draft, model, tokens, batch.shape.num_steps),
@@ -127,7 +127,7 @@ def test_a_draft_that_is_always_right_stays_right():
 
 @pytest.mark.parametrize("algo", ["standalone", "eagle3", MODULES])
 def test_a_draft_that_does_not_follow_plain_rounds_catches_up_later(algo):
-    """From tokens with all of them, from features with those that are kept: the others leave a gap of zeros."""
+    """From tokens it catches up with all of them, from features with the kept ones: the others leave a gap of zeros."""
     model, prompt, num_plain = tiny_model("llama").to(DEVICE), ragged_prompts()[0], 2 * CATCH_UP + 9
     engine = engine_of(model, copy.deepcopy(model) if algo == "standalone" else algo, graph_batches=(3,))
     follow(engine, lambda number: 3 if number >= num_plain else 0)
@@ -153,7 +153,7 @@ def test_a_draft_that_does_not_follow_plain_rounds_catches_up_later(algo):
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 @SHAPES
 def test_recurrent_states_follow_every_shape(name, shape):
-    """Plain rounds commit at once, chains and trees after they are judged; the draft is recurrent, too."""
+    """Plain rounds commit at once, chains and trees after verification; the draft is recurrent too."""
     model, prompts = recurrent_model(name).to(DEVICE), ragged_prompts()
     engine = engine_of(model, recurrent_model(name, 3).to(DEVICE), shape, max_prefill_tokens=7)
     vary(engine)
@@ -163,7 +163,7 @@ def test_recurrent_states_follow_every_shape(name, shape):
 
 
 def test_trees_and_chains_that_are_accepted_are_committed():
-    """An oracle's drafts are right three times in four."""
+    """The oracle's drafts are right three times in four."""
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
     texts = [greedy(model, p, NUM_TOKENS) for p in prompts]
     engine = engine_of(model, "eagle3", TREE, cuda_graph=False)
@@ -213,7 +213,7 @@ def test_what_the_draft_has_not_seen_is_not_kept_for_others():
 
 
 def costs_of(engine, ms):
-    """A table in which rounds of each tier take `ms`, whatever they take."""
+    """Set a cost table in which rounds of each tier take `ms`, whatever they really take."""
     core = engine._core
     core.launcher.tiers.set_costs(CostTable({3: (ms, ms)}, (1, 2), {3: 0.1}))
     core.launcher.tiers.policy.note_time = lambda *args: None
@@ -221,7 +221,7 @@ def costs_of(engine, ms):
 
 @pytest.mark.parametrize("is_right", [False, True])
 def test_the_policy_hears_what_is_accepted(is_right):
-    """Costs are data here; a draft that is never right is left alone but for probes."""
+    """Costs are fixed here; a draft that is never right runs only in probes."""
     model = tiny_model("llama").to(DEVICE)
     draft = copy.deepcopy(model) if is_right else random_draft(model, "standalone").to(DEVICE)
     engine = engine_of(model, draft, {"num_steps": "auto", "auto_steps": (2, 5)}, max_seq_len=512)
@@ -259,7 +259,7 @@ def test_a_rounds_time_is_from_the_arrival_before_it_or_its_launch(monkeypatch):
         tiers.end(played, [request])
 
     first, second = launch(1.0), launch(1.5)
-    arrive(first, 2.0)  # the first of all: prompts were prefilled before it
+    arrive(first, 2.0)  # the first of all: only prefills ran before it
     third = launch(2.5)
     arrive(second, 3.0)
     arrive(third, 4.5)

@@ -1,7 +1,7 @@
-"""Every backend against a naive float64 reference, one query at a time, over every row of the prefix + tail table.
+"""Every backend against a naive float64 reference, query by query, over every row of the prefix + tail table.
 
-On a machine without a GPU the Triton kernels run in Triton's interpreter. The pool is full of NaN but for what the
-requests own, and outputs are NaN before they are filled: a slot read by mistake or a row left out cannot hide.
+Without a GPU the Triton kernels run in Triton's interpreter. The pool is full of NaN except for the requests' own K/V,
+and outputs are NaN before they are written: a wrong slot that is read or a row that is not written cannot go unnoticed.
 """
 
 import os
@@ -63,7 +63,7 @@ PREFIXES = (11, 3, 150)
 
 
 class SmallPieces(TritonBackend):
-    """Splits short prefixes into chunks."""
+    """Splits even short prefixes into chunks."""
 
     processors = 32
 
@@ -72,7 +72,7 @@ KINDS = {"torch": TorchBackend, "triton": TritonBackend, "triton, split": SmallP
 
 
 class Setup:
-    """A pool full of NaN but for the prefixes of some requests, whose pages are shuffled."""
+    """A pool full of NaN except for the prefixes of some requests, whose pages are shuffled."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Setup:
         num_pages = -(-width // page_size)
         pages = 1 + torch.randperm(len(prefixes) * num_pages, generator=self.generator).view(len(prefixes), -1, 1)
         self.tables = (pages * page_size + torch.arange(page_size)).flatten(1).to(DEVICE)  # by request
-        # The table has rows of others before and between those of the requests, in any order.
+        # The table has other requests' rows before and between those of these requests, in any order.
         self.rows = (1 + 2 * torch.randperm(len(prefixes), generator=self.generator)).to(DEVICE)
         everything = (2 * len(prefixes) + 1, self.tables.shape[1])
         self.slot_table = torch.full(everything, 1 << 30, dtype=torch.int32, device=DEVICE)
@@ -121,7 +121,7 @@ class Setup:
 
     def uniform(self, q_len, **options):
         mode = ForwardMode.DRAFT if q_len == 1 else ForwardMode.TARGET_VERIFY
-        most = -(-max(self.prefixes) // 16) * 16  # a host bound, not the length itself
+        most = -(-max(self.prefixes) // 16) * 16  # an upper bound known on the host, not the length itself
         return self.backend.metadata.uniform(
             mode,
             self.slot_table,
@@ -133,7 +133,7 @@ class Setup:
         )
 
     def expected(self, q, row, q_pos, visible):
-        """One query [Hq, dim] over `visible` (slot position, rotary position) pairs, in float64."""
+        """Attend with one query [Hq, dim] to `visible` (slot position, rotary position) pairs, in float64."""
         s = self.layer
         near = [at for at, pos in visible if s.window is None or q_pos - pos < s.window]
         slots, group = self.tables[row, near], s.num_heads // s.num_kv_heads
@@ -156,7 +156,7 @@ class Setup:
         assert error < TOLERANCE[self.dtype], f"relative error {error:.2e}"
 
     def check_causal(self, metadata, q, out, first=0):
-        """Every row sees the prefix, and the tail up to itself, or to its limit."""
+        """Check that every row sees the prefix, and the tail up to itself or to its limit."""
         starts, wants = metadata.qo_indptr.tolist(), []
         limits = None if metadata.limits is None else metadata.limits.tolist()
         for row, prefix in enumerate(self.prefixes):
@@ -167,7 +167,7 @@ class Setup:
         self.check(out, wants)
 
     def check_tree(self, parents, **kwargs):
-        """A verify of one tree for every request: rows see the prefix and their ancestors."""
+        """Verify one tree for every request: rows see the prefix and their ancestors."""
         ancestors, depths = [[0]], [0]
         for node, parent in enumerate(parents[1:], 1):
             ancestors.append([*ancestors[parent], node])
@@ -204,7 +204,7 @@ def test_trees_see_their_ancestors(name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["gqa", "window"])
 def test_rows_of_a_block_see_each_other(name, kind):
-    """Those that follow, too, as block drafters have it; of several blocks of keys."""
+    """Rows also see later rows of their block, as in block drafters; several blocks of keys."""
     setup, num = Setup(LAYERS[name], kind), 35
     depths = torch.arange(num, device=DEVICE).expand(3, -1)
     bits = torch.full((3, num, 1), -1, device=DEVICE)
@@ -218,7 +218,7 @@ def test_rows_of_a_block_see_each_other(name, kind):
 
 @pytest.mark.parametrize("name", ["window", "widest"])
 def test_narrow_tiles_for_little_shared_memory(name, monkeypatch):
-    """As an RTX 4090 takes them; tests.compile_kernels compiles them, and asks whether they fit."""
+    """The tiles for an RTX 4090; tests.compile_kernels compiles them and checks that they fit."""
     wide = Setup(LAYERS[name], "triton")
     metadata = wide.uniform(4)
     tilings = [tiling.choose_tiling(metadata, wide.layer, torch.float32)]
@@ -256,7 +256,7 @@ def test_ragged_prefill(name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["gqa", "window"])
 def test_tokens_of_images_see_each_other(name, kind):
-    """Blocks that begin and end within tiles and blocks of keys, or span several; and text around them."""
+    """Image blocks that begin and end within tiles and blocks of keys, or span several; and text around them."""
     setup, q_lens = Setup(LAYERS[name], kind, width=240), (2, 7, 40)
     metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, PREFIXES, q_lens)
     limits = blocks_of(PREFIXES, q_lens)
@@ -264,7 +264,7 @@ def test_tokens_of_images_see_each_other(name, kind):
 
 
 def blocks_of(prefixes, q_lens):
-    """Return the last position that each token sees, where some blocks of five to 21 see each other."""
+    """Return the last position that each token sees; some blocks of 5 to 21 tokens see each other."""
     limits = []
     for prefix, q_len in zip(prefixes, q_lens, strict=True):
         own = list(range(q_len))
@@ -277,11 +277,11 @@ def blocks_of(prefixes, q_lens):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_packed_prefill_equals_a_ragged_one(name, kind):
-    """Lengths that only the device knows, requests without tokens between and after the others, and padding."""
+    """Lengths known only on the device, empty requests between and after the others, and padding."""
     answers = []
     for is_packed in (False, True):
         setup = Setup(LAYERS[name], kind)
-        setup.slot_table[0] = 0  # the dummy row's
+        setup.slot_table[0] = 0  # the dummy row
         if is_packed:
             live = torch.tensor([0, 2, 3], device=DEVICE)
             rows, starts, lens = (torch.zeros(5, dtype=torch.int64, device=DEVICE) for _ in range(3))
@@ -309,7 +309,7 @@ def _heads(layer):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 5, 33, 100, 1000] if DEVICE.type == "cuda" else [1, 33, 100, 1000])
 def test_windows_of_any_size_on_every_path(window, kind):
-    """Prompts of several tiles, prefixes of several blocks; windows of less than a block and of more than all."""
+    """Prompts of several tiles, prefixes of several blocks; windows shorter than a block and longer than everything."""
 
     def setup():
         return Setup(replace(LAYERS["sinks"], window=window), kind, prefixes=(0, 40, 250), width=384)
@@ -382,7 +382,7 @@ def test_the_backend_rotates_what_comes_unrotated(kind, rotary):
 def test_stored_keys_equal_the_twin(rotary, is_late, dtype):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(5, *s, generator=generator).to(DEVICE, dtype) for s in ((6, 24), (3, 24), (3, 12)))
-    wide = torch.randn(3, 5, 24, generator=generator).to(DEVICE, dtype).transpose(0, 1)  # heads first, as HF has them
+    wide = torch.randn(3, 5, 24, generator=generator).to(DEVICE, dtype).transpose(0, 1)  # heads first, as in HF
     pools = [KVPool([LAYERS["v_dim"].shape], 9, dtype, DEVICE) for _ in range(2)]
     for pool in pools:
         pool.k[0], pool.v[0] = pool.k[0][:, :3].contiguous(), pool.v[0][:, :3].contiguous()
@@ -448,7 +448,7 @@ def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window, is
     num_tiles = sum(triton.cdiv(q * group, block_m) for q in q_lens)
     shape = {"resident": resident, "group": group, "block_m": block_m, "block_n": 32, "window": window}
     shape |= {"is_tree": is_tree, "first_node": 0, "max_partials": max_partials}
-    is_small = resident % 2 == 0  # any batch comes out right
+    is_small = resident % 2 == 0  # the plan is right for any batch
     limits = blocks_of(prefixes, q_lens) if resident % 3 == 0 and not is_tree else None
     span = max(q_lens) if is_tree or limits else tile_span(group, block_m)
     max_chunks = most_chunks(max(1, *(p + q for p, q in lens)), max(q_lens), window, span, 32)
@@ -470,8 +470,8 @@ def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window, is
 
 
 def check_cut(items, tree_states, prefixes, q_lens, shape, max_chunks):
-    """Items of a tile are its keys, in order, from the start of a block on; pieces begin with a chunk, and states of
-    tiles follow upon one another."""
+    """Check that a tile's items cover its keys in order, from the start of a block; pieces begin with a chunk, and the
+    states of tiles are consecutive."""
     group, block_m, window, is_tree = shape["group"], shape["block_m"], shape["window"], shape["is_tree"]
     tiles: dict[tuple[int, int], list[list[int]]] = {}
     for number, item in enumerate(items):
@@ -514,7 +514,7 @@ def test_prompts_that_fill_the_gpu_are_not_split(num_tokens, monkeypatch):
 @pytest.mark.parametrize("window", [512, 1024, 4096])
 @pytest.mark.parametrize("prefix", [0, 3000])
 def test_windowed_prefills_visit_few_keys_beside_those_they_see(window, prefix):
-    """Gemma's group of 2, the tiling of 16-bit prefills; keys of a tile over those that its rows see."""
+    """Gemma's group of 2 with the tiling of 16-bit prefills: keys visited by tiles, over keys that their rows see."""
     num_tokens, shape = 8192, {"group": 2, "block_m": 64, "block_n": 64, "window": window}
     items, _ = split_plan_reference(
         [prefix], [num_tokens], first_node=0, resident=132, is_tree=False, max_partials=10000, **shape
@@ -595,7 +595,7 @@ def test_plans_that_no_backend_can_run(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_that_do_not_fit_their_layer(kind):
-    """A layer's first call is looked at: a kernel would read past what is there, or attend with heads left out."""
+    """A layer's first call is checked: else a kernel would read out of bounds, or leave out heads."""
     setup, layer = Setup(LAYERS["gqa"], kind), LAYERS["gqa"]
     metadata = setup.uniform(1)
     q, k = (torch.randn(3, n, layer.qk_dim, device=DEVICE) for n in (layer.num_heads, layer.num_kv_heads))
@@ -648,7 +648,7 @@ def test_lengths_of_prefills_are_checked():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_of_trees_are_checked(kind):
-    """A kernel would read past what is there."""
+    """Else a kernel would read out of bounds."""
     setup = Setup(LAYERS["gqa"], kind)
     depths = torch.ones(3, 5, dtype=torch.int64, device=DEVICE)
     tree = {"depths": depths[:, 1:], "tail_depths": depths, "ancestor_bits": depths[:, 1:, None]}
@@ -669,7 +669,7 @@ def test_debug_mode_names_the_index_that_is_out_of_bounds(kind, monkeypatch):
     monkeypatch.setenv("SPECDEC_DEBUG", "1")
     setup = Setup(LAYERS["gqa"], kind)
     metadata = setup.uniform(2)
-    setup.check_causal(metadata, *setup.run(metadata))  # a good plan passes
+    setup.check_causal(metadata, *setup.run(metadata))  # a valid plan passes
     row = int(setup.rows[1])
     setup.slot_table[row, 3] = setup.num_slots + 6
     with pytest.raises(
@@ -730,7 +730,7 @@ def test_masks_are_classified_by_what_they_show():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are compiled by running them")
 def test_every_kernel_compiles_for_a_gpu():
-    """What the interpreter forgives, the compiler may not; ptxas needs no GPU."""
+    """The compiler rejects some code that the interpreter accepts; ptxas needs no GPU."""
     folder = Path(__file__).parents[1] / "backends"
     kernels = {k for path in folder.rglob("*.py") for k in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)}
     env = {**os.environ, "TRITON_INTERPRET": "0"}

@@ -1,4 +1,4 @@
-"""Bad inputs of `Engine.generate`, one table on one engine: each a ValueError that names it, before any work."""
+"""Bad inputs of `Engine.generate`, one table on one engine: each is a ValueError that names it, before any work."""
 
 import re
 
@@ -25,7 +25,7 @@ def law(**values):
     return {"sampling": SamplingParams(**values)}
 
 
-# prompts, what the message holds
+# prompts, part of the message
 PROMPTS = [
     (None, "prompts=None: expected a string"),
     (5, "prompts=5: expected a string"),
@@ -71,7 +71,7 @@ PROMPTS = [
     (said([{"type": "text", "text": 3}]), "content[0].text=3: expected a string"),
     (said([{"type": "text", "text": "a", "image": 3}]), "content[0].image=3: only the text of a part is read"),
     (said(["a"]), "content[0].type='a': only parts of type 'text'"),
-    # what tokenizers and processors return
+    # outputs of tokenizers and processors
     ({"input_ids": IDS, "pixel_values": torch.ones(1, 3, 8, 8)}, "pixel_values: the engine reads only text"),
     (BatchEncoding({"input_ids": IDS, "pixel_values": IDS, "grid": IDS}), "grid, pixel_values: the engine reads"),
     ({"input_ids": IDS, "input_features": IDS}, "input_features: the engine reads only text"),
@@ -88,7 +88,7 @@ PROMPTS = [
     ({"input_ids": "ab", "attention_mask": [[1]]}, "not with text"),
 ]
 
-# options of a call, what the message holds
+# options of a call, part of the message
 OPTIONS = [
     ({"max_new_tokens": 0}, "max_new_tokens=0 for prompt 0: expected an integer of at least 1"),
     ({"max_new_tokens": -1}, "max_new_tokens=-1"),

@@ -1,4 +1,4 @@
-"""User mistakes: each a ValueError that names the value and what to do, before any work, leaving nothing behind."""
+"""User errors: each is a ValueError that names the value and the fix, before any work, and changes nothing."""
 
 import copy
 import json
@@ -88,7 +88,7 @@ def test_attach_refuses_settings(model, settings, message):
     head = random_head(model, settings.pop("draft_vocab_size", 64))
     with pytest.raises(ValueError, match=message):
         specdec.attach(model, head, **settings)
-    specdec.attach(model).detach()  # nothing was left on the model
+    specdec.attach(model).detach()  # nothing is left on the model
 
 
 def test_an_engine_larger_than_the_machine_is_a_capacity_error(model):
@@ -249,7 +249,7 @@ def test_autocast_is_refused_by_name():
 
 @pytest.mark.parametrize("name", ["llama", "gptj"])
 def test_autocast_in_the_models_own_forward_is_refused_by_name(name):
-    def wrapped(model):  # as Accelerate's mixed precision, and so a Trainer with bf16=True, prepares a model
+    def wrapped(model):  # as Accelerate's mixed precision prepares a model, and so a Trainer with bf16=True
         model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
         return model
 
@@ -257,5 +257,5 @@ def test_autocast_in_the_models_own_forward_is_refused_by_name(name):
     with pytest.raises(specdec.AttachError, match=told) as refused:
         specdec.attach(wrapped(tiny_model(name)), algo="lookup", max_seq_len=64)
     assert len(refused.value.reasons) == 1
-    model = wrapped(tiny_model(name).to(torch.bfloat16))  # which the message advises
+    model = wrapped(tiny_model(name).to(torch.bfloat16))  # the fix that the message names
     specdec.attach(model, algo="lookup", max_seq_len=64).detach()

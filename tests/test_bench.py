@@ -28,7 +28,7 @@ def prompt_file(path: Path, *questions: str) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target, twin (a copy of it), head (noise, with a trainer's report), and the prompt files a and b."""
+    """target, twin (a copy of it), head (random, with a trainer's report), and the prompt files a and b."""
     root = tmp_path_factory.mktemp("acceptance")
     model = tiny_target()
     save_target(model, root / "target")
@@ -59,7 +59,7 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
     code, lines, _ = bench(capsys, monkeypatch, folders, *drafts, *shapes, "--limit", 2, "--out", tmp_path)
     rows = json.loads(lines[-1])["rows"]
     assert code == 0 and len(attached) == 3 + 1 + 3 and set(attached) == {("greedy", "sampled")}
-    assert len(rows) == len(attached) * 2 * 2  # an engine for each draft and shape; two files and temperatures each
+    assert len(rows) == len(attached) * 2 * 2  # one engine per draft and shape; two files and two temperatures each
     keys = {"draft", "algo", "prompts", "steps", "topk", "draft_tokens", "temperature", "tau", "ci95", "rounds"}
     keys |= {"accept_at", "num_prompts", "max_new_tokens", "tok_s", "sample_drafts", "prompts_sha", "conditional_at"}
     keys |= {"tau_by_position", "tau_by_context", "template_sha", "thinking", "first_token"}
@@ -170,7 +170,7 @@ def test_shipped_heads_by_algorithm():
 
 
 def test_results_leave_other_runs_alone(tmp_path):
-    """Two runs of a day have a file each; a run that writes again, to its own path, has one."""
+    """Two runs on one day have a file each; a run that writes again to its own path has one."""
     first = write_results(tmp_path, "x", "tiny", {}, [1])
     second = ResultFile(tmp_path, "x", "tiny", {})
     for rows in ([2], [2, 3]):
@@ -191,7 +191,7 @@ def test_results_leave_other_runs_alone(tmp_path):
 
 
 def last_line(capsys, monkeypatch, *arguments: object) -> dict:
-    """The JSON line of `specdec bench ARGUMENTS`, on a CPU."""
+    """Return the JSON line of `specdec bench ARGUMENTS` on a CPU."""
     code, lines, _ = run(capsys, monkeypatch, "bench", *arguments, "--device", "cpu", "--json")
     assert code == 0
     return json.loads(lines[-1])
@@ -218,7 +218,7 @@ def test_latency_through_generate(folders, tmp_path, capsys, monkeypatch):
 
 
 def test_calls_draw_imposed_acceptance_each_for_itself(capsys, monkeypatch):
-    """One request draws by its seed and its length: calls of equal seeds would accept the same in every round."""
+    """A request draws by its seed and its length: calls with equal seeds would accept the same in every round."""
     generate, seeds = Engine.generate, []
 
     def watched(*args, **options):
@@ -248,12 +248,12 @@ def test_latency_says_what_graphs_hold_and_what_ran_eagerly(capsys, monkeypatch)
 
 
 def test_latency_of_a_real_target(folders, capsys, monkeypatch):
-    """A folder's draft accepts what it accepts; prompts of a file keep their lengths."""
+    """A draft from a folder has its real acceptance; prompts from a file keep their lengths."""
     where = ("latency", "--target", folders / "target", "--new-tokens", 4, "--repeats", 1, "--batches", 1)
     real = ("--draft", folders / "twin", "--drafts", "2:1:3", "--prompts", folders / "a.jsonl", "--tokenizer", "own")
     found = last_line(capsys, monkeypatch, *where, *real)
     assert {r["shape"] for r in found["rows"]} == {"target"} and len(found["rows"]) == 1 + 2 * 2
-    assert all(r["tau"] == 3.0 for r in found["rows"] if r["what"] == "tpot")  # its own twin: all is accepted
+    assert all(r["tau"] == 3.0 for r in found["rows"] if r["what"] == "tpot")  # a copy of the target: all is accepted
     assert {r["tokens"] for r in found["rows"] if r["what"] == "ttft"} < set(range(3, 30))
     plain = last_line(capsys, monkeypatch, *where, "--tokens", 5, "--ttft-tokens", "", "--samplings", "greedy,filtered")
     assert {r["steps"] for r in plain["rows"]} == {0}
@@ -307,7 +307,7 @@ def test_mistakes_of_latency_and_peers_are_one_line(capsys, monkeypatch, argumen
 
 
 def test_latency_rounds_of_a_trace():
-    """Idle time is read from the last graph launches: those before are the prefill's."""
+    """Idle time is taken from the last graph launches: the earlier ones are prefills."""
     events = []
     for i, ts in enumerate((0, 10, 100, 200, 300)):  # two segments of a prefill, three rounds of 60 us
         args = {"correlation": i}
@@ -327,7 +327,7 @@ def test_latency_host_time_leaves_waits_out(monkeypatch):
 
 
 def test_latency_engines():
-    """Short contexts share an engine, long ones have their own; capacity is that of the largest cell."""
+    """Short contexts share an engine, long ones have their own; its capacity is that of the largest cell."""
     cells = cases.cells_of([1, 8], [128, 8192], [512])
     assert [[str(c) for c in group] for group in cases.groups_of(cells)] == [
         ["1 x 128", "8 x 128", "1 x 512"],
@@ -340,7 +340,7 @@ def test_latency_engines():
 
 
 def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):
-    """Every way writes `generate`'s text; one that fails is a row that says so."""
+    """Every method generates `generate`'s text; one that fails gets a row that says so."""
     drafts = ("--draft", folders / "head", "--assistant", folders / "twin", "--prompts", folders / "a.jsonl")
     arguments = ("--limit", 3, "--few", 2, "--new-tokens", 6, "--out", tmp_path)
     found = last_line(capsys, monkeypatch, "peers", "--target", folders / "target", *drafts, *arguments)
@@ -358,7 +358,7 @@ def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):
 
 
 def test_peers_with_random_weights(capsys, monkeypatch):
-    """One request is enough for every way; acceptance is imposed, and nothing is compared."""
+    """One request is enough for every method; acceptance is imposed, and texts are not compared."""
     arguments = ("--shape", "tiny", "--limit", 1, "--tokens", 5, "--new-tokens", 5)
     rows = {r["what"]: r for r in last_line(capsys, monkeypatch, "peers", *arguments)["rows"]}
     assert all(r["tokens"] == 5 for r in rows.values() if "error" not in r)

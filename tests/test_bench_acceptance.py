@@ -25,7 +25,7 @@ CHAT = "{% for m in messages %}{{ ' w6 ' if m['role'] == 'user' else ' w7 ' }}{{
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target (its template renders whole conversations), head, and mt_bench.jsonl and gsm8k.jsonl."""
+    """target (its template renders whole conversations), head, mt_bench.jsonl and gsm8k.jsonl."""
     root = tmp_path_factory.mktemp("conversations")
     model = tiny_target()
     save_target(model, root / "target")
@@ -93,7 +93,7 @@ def test_second_turns_follow_own_answers(folder):
 
 
 def request(prompt: int, lens: list[int]) -> RequestOutput:
-    """A request of `prompt` tokens whose rounds emitted `lens` tokens after the prefill's one."""
+    """Return a request of `prompt` tokens whose rounds emitted `lens` tokens after the prefill's first one."""
     stats = AcceptanceStats().add(lens)
     ids = [3] * (1 + sum(lens))
     return RequestOutput([3] * prompt, ids, "", "length", stats, 0.0, 0.0, round_lens=lens)

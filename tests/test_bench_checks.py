@@ -1,4 +1,4 @@
-"""`specdec bench gsm8k` and `lossless`: sound modes pass, and one that is broken on purpose is found and named."""
+"""`specdec bench gsm8k` and `lossless`: correct modes pass, and one broken on purpose is found and named."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_head(root / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
     items = []
     for i in range(12):
-        prompt = [4, 30 + i, 60 - i, 2, 5]  # what the template makes of the question
+        prompt = [4, 30 + i, 60 - i, 2, 5]  # the question in the chat template
         (first,) = lossless.reference(model, prompt, 1)
         items.append({"question": f"w{30 + i} w{60 - i}", "answer": f"w{30 + i} w40 w41 #### {first}"})
     write_lines(root / "gsm8k" / "test.jsonl", items)
@@ -51,7 +51,7 @@ def gsm8k_run(capsys, monkeypatch, folder: Path, *arguments: object) -> tuple[in
 
 
 def break_mode(monkeypatch, mode: str, by: float) -> None:
-    """Make the target's prefills of one mode return other hidden states."""
+    """Perturb the hidden states of the target's prefills in one mode."""
     sound = PrefillGraphs.target
 
     def broken(self, metadata, ids, embedded=None):
@@ -98,7 +98,7 @@ def test_a_broken_mode_is_found(folder, capsys, monkeypatch):
 
 
 def test_rounding_is_no_difference(folder, capsys, monkeypatch):
-    """A difference that is systematic, so that its interval excludes 0, but below the tolerance."""
+    """A systematic difference, so that its interval excludes 0, but below the tolerance."""
     break_mode(monkeypatch, "breakable", 1e-5)
     code, found, _, _ = gsm8k_run(capsys, monkeypatch, folder, "--draft", "none", "--max-new-tokens", 4)
     (_, row) = found["rows"]
@@ -166,7 +166,7 @@ def test_gsm8k_needs_gold_solutions(tmp_path, folder, capsys, monkeypatch):
 
 
 def test_lossless_compares_greedy_and_sampled_text():
-    """On a tiny target: equal to generate and to itself, and differences are counted as such."""
+    """On a tiny target: equal to generate and to itself, and differences are counted."""
     model, draft, prompts = tiny_model("llama"), random_head(tiny_model("llama")), [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     settings, check = {"num_steps": 2, "max_seq_len": 64}, lossless.Check(model, prompts, 8)
     texts = [lossless.reference(model, p, 8) for p in prompts]
@@ -248,7 +248,7 @@ def test_lossless_fails_where_bits_differ_that_the_engine_calls_equal(folder, ca
     counts = ("--check", "bits", "--limit", 1, "--batch", 1, "--way", "default", "--max-new-tokens", 4)
     counts += ("--shape", "2:1:3")
     monkeypatch.setattr("specdec.reach.assembly.assemble.check_bits", lambda core: "equal")
-    for by_width, status in ((0, 0), (1, 1)):  # a digest that depends on how many nodes a round verifies
+    for by_width, status in ((0, 0), (1, 1)):  # a digest that depends on the number of nodes per round
         digests = lambda logits, by=by_width: logits[..., 0].long() * 0 + by * logits.shape[1]  # noqa: E731
         monkeypatch.setattr("specdec.core.round.program.row_digests", digests)
         code, lines, _ = run(capsys, monkeypatch, "bench", "lossless", *common, *counts)

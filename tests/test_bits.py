@@ -1,4 +1,4 @@
-"""`Report.bits`: rows whose bits depend on what runs beside them are found, and the op that does it is named."""
+"""`Report.bits`: rows whose bits depend on the other rows of a batch are found, and the op at fault is named."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ DOWN = (64, 96)
 
 @pytest.fixture(scope="module")
 def library():
-    """A product of which every row is computed by itself, and one whose rows know how many they are."""
+    """A product that computes every row by itself, or whose bits depend on the number of rows."""
     library = torch.library.Library("bits_test", "DEF")
     library.define("linear(Tensor x, Tensor weight, bool is_sound) -> Tensor")
 
@@ -39,7 +39,7 @@ def library():
 
 
 def by_token(q, k, v, mask, layer, sinks):
-    """Attention of each query by itself, over the keys that it sees."""
+    """Attention of each query by itself, over its visible keys."""
     out = torch.empty(*q.shape[:3], v.shape[-1])
     for i, j in torch.cartesian_prod(*map(torch.arange, q.shape[:2])).tolist():
         keys, values = (t[i, :, mask[i, j]].repeat_interleave(q.shape[2] // t.shape[1], 0) for t in (k, v))
@@ -49,7 +49,7 @@ def by_token(q, k, v, mask, layer, sinks):
 
 
 def bits(shape, library, monkeypatch, broken=None, attend=by_token, model=None, **settings):
-    """`Report.bits` of an engine whose ops go by row, but for the products of weights [N, K] `broken`."""
+    """Return `Report.bits` of an engine with row-wise ops, except the products of weights [N, K] `broken`."""
     monkeypatch.setattr(torch_ref, "_attend", attend)
     monkeypatch.setattr(
         nn.Linear,
@@ -89,7 +89,7 @@ def test_attention_that_depends_on_the_tail_is_named(library, monkeypatch):
 
 
 def test_ids_are_none_that_stand_for_images():
-    """Gemma 3n's last ids have no rows in its embeddings by layer: on a GPU a kernel would end the process."""
+    """Gemma 3n's per-layer embeddings have no rows for the last ids: on a GPU a kernel would end the process."""
     parts = {"laurel_rank": 8, "altup_num_inputs": 2, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0]}
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "hidden_size_per_layer_input": 8}
@@ -100,7 +100,7 @@ def test_ids_are_none_that_stand_for_images():
 
 
 def exactly(activation):
-    """An activation whose rounding does not depend on the layout, as that of torch does on a CPU."""
+    """Return an activation whose rounding does not depend on the layout, as torch's does on a CPU."""
     return lambda x, *options, **named: activation(x.double(), *options).to(x.dtype)
 
 
@@ -114,14 +114,14 @@ def test_recurrent_layers_are_equal_but_for_prefills_in_chunks(library, monkeypa
     config.num_hidden_layers, config.num_heads, config.n_groups, config.hidden_size = 1, 2, 1, 8
     torch.manual_seed(0)
     model = random_weights(tf.AutoModelForCausalLM.from_config(config))
-    model.backbone.layers[0].mixer.in_proj.weight.data *= 8  # what states hold is a large part of the output
+    model.backbone.layers[0].mixer.in_proj.weight.data *= 8  # so that states make up a large part of the output
     found = bits("chain", library, monkeypatch, model=model)
     assert found.startswith("different: recurrent layers in steps after prefills of 8") and "parts of 3:9" in found
     assert "chains" not in found and "together" not in found
 
 
 def test_the_ops_of_this_machine_are_compared_as_they_are():
-    """On a CPU a product's bits depend on its rows: whatever comes out, it is the ops that are named."""
+    """On a CPU a product's bits depend on its rows: whatever the result, it names ops."""
     engine = specdec.attach(tiny_model("llama"), max_batch=4, max_seq_len=32, check_kernels=True)
     found = engine.report().bits
     engine.detach()
@@ -136,7 +136,7 @@ def test_where_no_op_differs_what_may_be_the_cause_is_named():
 
 
 def test_a_vocabulary_may_be_small():
-    """Of amino acids or bases, say: a token that a model does not have would end a process on CUDA."""
+    """As of amino acids or bases: on CUDA, a token outside the vocabulary would end the process."""
     model = tiny_model("llama")
     model.resize_token_embeddings(40)
     with specdec.attach(model, algo="lookup", num_steps=9, max_batch=5, max_seq_len=48, check_kernels=True) as engine:
@@ -144,12 +144,12 @@ def test_a_vocabulary_may_be_small():
 
 
 def test_what_ends_a_check_leaves_the_model_free(monkeypatch):
-    """An interrupt, say: models are shared with the engine by then."""
+    """An interrupt, for example: the engine has already changed the model by then."""
     model, ours = tiny_model("llama"), "specdec.reach.assembly.assemble.check_bits"
     before = [list(vars(module)) for module in model.modules()]
     with monkeypatch.context() as patch:
         patch.setattr(ours, lambda core: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt) as kept:  # with its frames, as a notebook does
+        with pytest.raises(KeyboardInterrupt) as kept:  # with its frames, as a notebook keeps it
             specdec.attach(model, max_batch=1, max_seq_len=32)
     assert kept.tb and [list(vars(module)) for module in model.modules()] == before
     specdec.attach(model, max_batch=1, max_seq_len=32).detach()

@@ -1,5 +1,5 @@
-"""Block drafters: what the worker drafts is what the head says over [context, block], in rounds and in training; trees
-from a trellis are those of a best-first search."""
+"""Block drafters: the worker's drafts equal the head over [context, block], in rounds and in training; trees from a
+trellis equal those of a best-first search."""
 
 import heapq
 import json
@@ -36,7 +36,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def naive_states(head, model, tokens, num_steps):
-    """Normed states [S, h_d] of the block after `tokens`, the last of which is its root, by one explicit softmax."""
+    """Normed states [S, h_d] of the block after `tokens`, which end with its root, by one explicit softmax."""
     known, first = torch.tensor(tokens, device=DEVICE), 0 if head.predicts_next else 1
     num, context = num_steps + first, len(tokens) - 1
     out = model.model(known[:-1].unsqueeze(0), output_hidden_states=True)
@@ -61,7 +61,7 @@ def naive_states(head, model, tokens, num_steps):
 
 
 def logits_after(head, model, state, token):
-    """Over the head's own vocabulary, of one row's normed state after `token`."""
+    """Return logits over the head's own vocabulary, from one row's normed state, after `token`."""
     logits = head.project(state[None], model.get_output_embeddings())
     if head.markov is not None:
         logits = logits + head.markov.bias(head.markov.after(torch.tensor([token], device=DEVICE), state[None]))
@@ -69,7 +69,7 @@ def logits_after(head, model, state, token):
 
 
 def after_rounds(kind, shape):
-    """A model, its head, an engine some rounds past its prompts, and each request's tokens up to the root."""
+    """Return a model, its head, an engine some rounds past its prompts, and each request's tokens up to the root."""
     with torch.inference_mode(False):
         model = tiny_model("llama").to(DEVICE)
         head = random_block(model, **KINDS[kind]).to(DEVICE)
@@ -95,7 +95,7 @@ def test_a_block_is_one_forward_over_context_and_block(kind):
         for state in expected:
             path.append(int(head.hot_ids[logits_after(head, model, state, path[-1]).argmax()]))
         assert drafted[i] == path
-    if head.causal:  # a block that needs fewer rows is the beginning of a longer one
+    if head.causal:  # a shorter block is the beginning of a longer one
         torch.testing.assert_close(shorter, states[:, :2], atol=1e-5, rtol=1e-5)
 
 
@@ -127,7 +127,7 @@ def test_a_tree_holds_the_best_paths(kind):
 
 
 def paths_of(tokens, parents):
-    """The tokens of every node's path, as a set."""
+    """Return the set of the tokens on every node's path."""
     paths = [()]
     for node in range(1, len(tokens)):
         paths.append((*paths[parents[node]], tokens[node]))
@@ -135,7 +135,7 @@ def paths_of(tokens, parents):
 
 
 def best_first(names, first, moves, num):
-    """The `num` best paths by a heap, as DDTree searches them."""
+    """Return the `num` best paths, with a heap, as DDTree searches."""
     heap = [(-score, (s,)) for s, score in enumerate(first)]
     heapq.heapify(heap)
     found = set()
@@ -195,7 +195,7 @@ def test_text_is_that_of_generate(kind, graphs):
     poison(engine)
     expected = [greedy(model, p, 12) for p in prompts]
     assert engine.generate(prompts, max_new_tokens=12).tokens == expected
-    assert engine.generate(prompts, max_new_tokens=12).tokens == expected  # from kept prefixes
+    assert engine.generate(prompts, max_new_tokens=12).tokens == expected  # from the prefix cache
     engine.check_integrity()
     report = engine.report()
     engine.detach()
@@ -273,7 +273,7 @@ def test_a_saved_head_is_the_same_head(kind, tmp_path):
 
 
 def rewritten(folder, change, tensors=lambda t: t):
-    """Change config.json and the tensors of a saved head, as another trainer writes them."""
+    """Change config.json and the tensors of a saved head, to match another trainer's files."""
     config = json.loads((folder / "config.json").read_text())
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
@@ -282,7 +282,7 @@ def rewritten(folder, change, tensors=lambda t: t):
 
 
 def test_files_of_other_trainers(tmp_path):
-    """z-lab's keys at the top and a mask by the layers' kind; DeepSpec's frozen copies and confidence head."""
+    """z-lab's top-level keys and mask by layer type; DeepSpec's frozen copies and confidence head."""
     model = tiny_model("llama")
     target, cpu = TargetShape.of(model), torch.device("cpu")
 

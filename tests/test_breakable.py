@@ -37,7 +37,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Layers:
-    """x -> x + 1, doubled outside the graph, + 1, doubled, + 1; the live factor may change between replays."""
+    """x -> x + 1, doubled outside the graph, + 1, doubled, + 1; the factor may change between replays."""
 
     def __init__(self, capture, size=8, num_breaks=2):
         self.capture, self.num_breaks = capture, num_breaks
@@ -169,7 +169,7 @@ def test_a_body_that_raises_leaves_the_capture_usable():
 
 @pytest.mark.parametrize("first", [4, 16])
 def test_a_graph_captured_later_does_not_change_the_replays_of_an_earlier_one(first):
-    """Of one pool; the later one is larger in one case and smaller in the other."""
+    """Both in one pool; the later one is larger in one case and smaller in the other."""
     capture = pick_breakable(DEVICE)
     small, large = Layers(capture, first), Layers(capture, 20 - first, num_breaks=5)
     graph = captured(small)
@@ -185,7 +185,7 @@ def test_a_graph_captured_later_does_not_change_the_replays_of_an_earlier_one(fi
 
 
 def test_segments_are_not_divided_further(monkeypatch):
-    """A body may say where it can be divided: to what is captured in segments that means nothing."""
+    """A body may say where it can be divided: captures in segments ignore it."""
     steps = []
 
     class Fake:
@@ -246,7 +246,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         y = self.norm(x)
-        q = torch.ops.aten.sin.default(self.q(y))  # stands for attention: the op to cut at
+        q = torch.ops.aten.sin.default(self.q(y))  # stands in for attention: the op to cut at
         return x + self.out(q) * F.silu(self.k(y)).sum(-1, keepdim=True)
 
 
@@ -276,7 +276,7 @@ def test_a_trace_serves_every_size_and_compiles_equal_pieces_once(compiler, bias
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_pieces_pass_no_shapes(compiler):
-    """A shape of before the op, used after it twice: Inductor's pieces return tensors and ints alone."""
+    """A shape taken before the op and used twice after it: Inductor's pieces return only tensors and ints."""
     norm = torch.nn.RMSNorm(8).to(DEVICE).requires_grad_(False)
 
     def fn(x):
@@ -292,7 +292,7 @@ def test_pieces_pass_no_shapes(compiler):
 
 
 def test_inductor_advises_no_rounding(monkeypatch):
-    """Its other warnings are shown."""
+    """Other warnings of Inductor are shown."""
     compile_piece = torch._inductor.standalone_compile
 
     def warning(*args, **options):
@@ -318,7 +318,7 @@ def test_joined_weights_are_views_until_they_part():
     assert block.q.bias.untyped_storage().data_ptr() == block.k.bias.untyped_storage().data_ptr()
     assert block.out.weight.untyped_storage().nbytes() == 8 * 8 * 4
     compare(model, traced)
-    block.q.weight.mul_(2)  # the trace computes with the weights that the model has
+    block.q.weight.mul_(2)  # the trace computes with the model's current weights
     compare(model, traced)
     block.q.weight.div_(2)
     traced.release()
@@ -381,7 +381,7 @@ def test_tracing_runs_nothing():
 
 @pytest.mark.parametrize("branch", [lambda n: n > 40, lambda n: n % 8 == 0, lambda n: n == 16, lambda n: n == 1])
 def test_what_depends_on_the_number_of_tokens_is_refused(branch):
-    """Dynamo would guard it; we call past the guards."""
+    """Dynamo would add a guard; we call past the guards."""
 
     def fn(x):
         return SIN[0](x) * 2 if branch(x.shape[0]) else SIN[0](x)
@@ -437,7 +437,7 @@ def test_products_are_joined_where_nothing_forbids_it(form):
     model = Products(form).to(DEVICE).requires_grad_(False)
     if form == "tied":  # two parameters, one storage
         model.b.weight.data = model.a.weight.data
-    if form == "slices":  # of a buffer that belongs to somebody else
+    if form == "slices":  # of a buffer that belongs to something else
         flat = torch.randn(20, 8, device=DEVICE)
         model.a.weight.data, model.b.weight.data = flat[:8], flat[8:16]
     storages = [p.untyped_storage().data_ptr() for p in model.parameters()]
@@ -478,7 +478,7 @@ def test_a_join_that_fails_half_way_leaves_no_trace(monkeypatch):
 
 
 def test_attention_that_breaks_a_graph_needs_a_plan_first():
-    """Warm-ups ended in an IndexError of an empty list."""
+    """Warm-ups used to end in an IndexError of an empty list."""
     layer = LayerSpec(num_heads=2, num_kv_heads=1, qk_dim=16, v_dim=16, scaling=0.25)
     backend, capture = TorchBackend(), RecordedBreakable()
     tables = SlotTables(2, 16, 32, 1, CPU)

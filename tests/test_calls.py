@@ -34,7 +34,7 @@ def engine(model):
 
 @pytest.fixture
 def steps(engine, monkeypatch):
-    """Steps of the engine so far, in a list."""
+    """A list with the number of engine steps so far."""
     step, counted = engine._core.step, [0]
 
     def count(*caller) -> None:
@@ -79,7 +79,7 @@ def test_a_short_call_beside_many_long_ones_returns_when_its_tokens_are_there(en
 
 
 class Waiting:
-    """A caller whose news comes after `num_steps` of anybody's steps."""
+    """A caller that has news after `num_steps` steps, whoever runs them."""
 
     def __init__(self, calls: Calls, num_steps: int):
         self.calls, self.left, self.own = calls, num_steps, 0
@@ -98,7 +98,7 @@ class Waiting:
 
 @pytest.mark.parametrize("error", [None, LookupError, SystemExit])
 def test_who_leaves_passes_the_steps_on(error):
-    """Five callers; each steps until it has news, or its step fails, and the next one takes over."""
+    """Five callers; each steps until it has news or its step fails, then the next one takes over."""
     calls = Calls()
     callers = [Waiting(calls, n) for n in (3, 6, 9, 12, 15)]
     all_there, told, num_steps = threading.Event(), [], [0]
@@ -137,7 +137,7 @@ def test_who_leaves_passes_the_steps_on(error):
 
 
 def test_a_broken_launch_ends_every_sleeping_caller(engine, monkeypatch):
-    """And nobody hangs; the engine serves the next one."""
+    """No caller hangs; the engine serves the next one."""
     begin, told, core = threading.Barrier(8), [], engine._core
     play, rounds = core.graphs.play, []
 
@@ -162,7 +162,7 @@ def test_a_broken_launch_ends_every_sleeping_caller(engine, monkeypatch):
 
 
 def test_a_caller_that_holds_the_turn_steps_itself(engine):
-    """The thread that steps for all cannot go on then."""
+    """The thread that steps for all cannot continue meanwhile."""
     long = threading.Thread(target=engine.generate, args=([[3, 4]],), kwargs={"max_new_tokens": 90, "ignore_eos": True})
     long.start()
     while not engine._core.calls._is_stepped:
@@ -197,7 +197,7 @@ def test_tasks_stream_side_by_side_and_generate(model, engine):
 
 
 def test_tasks_that_are_cancelled_free_their_rows(engine):
-    others = engine.submit([[3, 4]], max_new_tokens=5, ignore_eos=True)  # whose caller never steps
+    others = engine.submit([[3, 4]], max_new_tokens=5, ignore_eos=True)  # their caller never steps
 
     async def forever() -> None:
         async for _ in engine.astream([5, 6, 7], max_new_tokens=150, ignore_eos=True):
@@ -224,7 +224,7 @@ def test_tasks_that_are_cancelled_free_their_rows(engine):
 
 
 def test_tasks_and_threads_wait_for_one_another(engine):
-    """Whoever steps steps for both."""
+    """Whichever steps, steps for both."""
     text = TOKENIZER.decode(engine.generate([[5, 6, 7]], max_new_tokens=30, ignore_eos=True).tokens[0])
     texts = []
 

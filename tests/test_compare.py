@@ -1,4 +1,4 @@
-"""`specdec bench compare`: what got worse beyond noise is found, noise is not, and nothing unmatched is hidden."""
+"""`specdec bench compare`: regressions beyond noise are found, noise is not, and no unmatched row is hidden."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def accepted(tau: float, ci95: float | None, **others: Any) -> dict[str, Any]:
 
 
 def verdicts(before: Record, after: Record, **options: Any) -> dict[str, str]:
-    """Verdicts by key."""
+    """Return the verdicts by key."""
     return {change.key: change.verdict for change in compare(before, after, **options).changes}
 
 

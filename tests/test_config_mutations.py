@@ -1,4 +1,4 @@
-"""Any config.json: the draft loads and runs, or CheckpointError says what is wrong. Nothing else."""
+"""For any config.json, the draft loads and runs, or CheckpointError says what is wrong; nothing else happens."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ made = cache(lambda layout: LAYOUTS[layout]())
 
 
 def _objects(config: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The paths of all objects in `config`."""
+    """Yield the paths of all objects in `config`."""
     yield at
     for key, value in config.items():
         if isinstance(value, dict):
@@ -86,7 +86,7 @@ def _objects(config: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple
 
 @st.composite
 def mutations(draw: st.DrawFn, config: dict[str, Any], read: tuple[str, ...]) -> dict[str, Any]:
-    """`config` with one or two values replaced, added or taken away, at any depth. read: keys that are read."""
+    """`config` with one or two values replaced, added or removed, at any depth. read: keys that loaders read."""
     config = copy.deepcopy(config)
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(sorted(_objects(config))))
@@ -103,7 +103,7 @@ def mutations(draw: st.DrawFn, config: dict[str, Any], read: tuple[str, ...]) ->
 
 @torch.no_grad()
 def runs(folder: Path, family: str) -> bool:
-    """Whether the head loads; it then runs, too."""
+    """Return whether the head loads; if so, it must run too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""`specdec convert`: there and back again bit for bit; what a layout cannot express is named."""
+"""`specdec convert`: round trips are bit-identical; what a layout cannot express is named."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_speculators_there_and_back(tmp_path: Path) -> None:
     lm.write(tmp_path / "a", lm.speculators_config(), tensors)
     convert(tmp_path / "a", tmp_path / "b", "official")
     official = config_of(tmp_path / "b")
-    assert "eagle_aux_hidden_state_layer_ids" not in official["eagle_config"]  # the default stays the default
+    assert "eagle_aux_hidden_state_layer_ids" not in official["eagle_config"]  # the default is not written
     convert(tmp_path / "b", tmp_path / "c", "speculators")
     assert same_tensors(load_file(str(tmp_path / "c" / "model.safetensors")), tensors)
     before, after = config_of(tmp_path / "a"), config_of(tmp_path / "c")
@@ -126,7 +126,7 @@ def test_what_convert_refuses(tmp_path: Path) -> None:
 
 
 def test_a_head_without_an_lm_head_gets_its_targets_rows(tmp_path: Path) -> None:
-    """As shipped heads and those of `train run` are."""
+    """As in shipped heads and those of `train run`."""
     model = tiny_target()
     head = random_head(model)
     save_head(tmp_path / "a", head, lm_head_from_target=True, dtype=torch.float32, num_layers=5)

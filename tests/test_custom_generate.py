@@ -31,7 +31,7 @@ NEW = {"max_new_tokens": 10, "eos_token_id": -1}
 
 @pytest.fixture(autouse=True)
 def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies generate.py here, not into the user's cache."""
+    """Make transformers copy generate.py here, not into the user's cache."""
     modules = tmp_path / "hf_modules"
     modules.mkdir()
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
@@ -93,7 +93,7 @@ def test_a_real_model_and_a_shipped_head(smollm2, capsys):
 def test_an_engine_is_replaced_by_another_folder_or_other_settings(tmp_path):
     model = tiny_model("llama").to(DEVICE)
     expected = model.generate(PROMPT, **NEW)
-    # folders of one last name and equal generate.py files: transformers has one module for both
+    # folders with the same last name and equal generate.py files: transformers uses one module for both
     first, second = saved(tmp_path / "a" / "head", model), saved(tmp_path / "b" / "head", model, "eagle")
     assert torch.equal(generate(model, first), expected)
     one = engine_of(model)
@@ -135,7 +135,7 @@ def test_the_engine_goes_with_its_model(tmp_path):
     model = tiny_model("llama").to(DEVICE)
     folder = saved(tmp_path / "head", model)
     graphs = {"cuda_graph": True, "graph_sampling": "greedy", "prefill_graph": "off", "max_batch": 1}
-    generate(model, folder, engine_settings=graphs)  # their engine must not take itself for a change of the model
+    generate(model, folder, engine_settings=graphs)  # the engine must not take itself for a change of the model
     twin = copy.deepcopy(model)
     assert engine_of(twin) is None and torch.equal(
         generate(twin, folder, engine_settings=graphs), generate(model, folder)

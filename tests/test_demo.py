@@ -1,4 +1,4 @@
-"""`specdec demo` and `generate` as people and pipes see them: what was drafted is shown, and nothing else is said."""
+"""`specdec demo` and `generate` on a terminal and in a pipe: drafted tokens are marked, and nothing else is printed."""
 
 import io
 import json
@@ -90,7 +90,7 @@ def test_demo_prints_each_text_once(folder, capsys, monkeypatch):
 
 @pytest.mark.parametrize("file", [io.StringIO(), None])
 def test_demo_fits_a_screen(folder, file):
-    """At 100 columns and 50 lines, the longest prompts and answers of any length."""
+    """At 100 columns and 50 lines, with the longest prompts and answers of any length."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     console = Console(file=file or io.StringIO(), force_terminal=file is None, width=100)
     out = output([7, 8, 9] * 80, [2, 3, 1] * 39 + [1] * 5)
@@ -101,12 +101,12 @@ def test_demo_fits_a_screen(folder, file):
 
 
 def test_generate_in_a_pipe_prints_the_text_only(folder, capsys, monkeypatch):
-    monkeypatch.setattr(gguf_reader, "tqdm", gguf_reader.tqdm)  # put back afterwards
+    monkeypatch.setattr(gguf_reader, "tqdm", gguf_reader.tqdm)  # so that monkeypatch restores it
     common = ("--target", folder / "target", "--draft", folder / "head", "--max-new-tokens", "8", "--device", "cpu")
     code, lines, errors = run(capsys, monkeypatch, "generate", "w5 w9", *common, "--seed", 3)
     assert not code
     assert re.fullmatch(r"(\s*w\d+)+", "\n".join(lines)) and re.fullmatch(r"\[\d+ tokens, .*\]\n", errors)
-    assert "on this CPU a round of S=" in errors  # and so whether it pays, or that there is no draft
+    assert "on this CPU a round of S=" in errors  # and so whether drafting pays, or that there is no draft
 
 
 def test_options_that_need_sampling_name_the_option_that_samples(folder, capsys, monkeypatch):
@@ -201,7 +201,7 @@ def test_bars_are_for_terminals(capsys, monkeypatch):
 
 
 def test_help_imports_no_torch():
-    """Of what takes seconds to import, nothing is until a command is called."""
+    """Slow imports wait until a command is called."""
     code = "import sys; from specdec.tools.commands.main import main; sys.argv = ['specdec', sys.argv[1]]\n"
     code += "try: main()\nfinally: print('LOADED', sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     for option, said in (("--help", "doctor"), ("--version", __version__)):
@@ -246,9 +246,9 @@ def test_a_chat_says_what_answers_and_how_to_leave(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("growth", "batch", "steps"),
     [
-        (lambda rows: 1.0, 32, 3),  # rows are free, as on a GPU: the deepest
-        (lambda rows: 1.0 if rows < 3 else 2.0, 1, 1),  # three rows cost twice one
-        (lambda rows: float(rows), 1, 0),  # each row costs the same: nothing pays
+        (lambda rows: 1.0, 32, 3),  # rows are free, as on a GPU: the deepest shape
+        (lambda rows: 1.0 if rows < 3 else 2.0, 1, 1),  # three rows cost twice as much as one
+        (lambda rows: float(rows), 1, 0),  # each row costs the same: no shape pays
         (lambda rows: max(1.0, rows / 4), 1, 3),
         (lambda rows: max(1.0, rows / 4), 4, 0),
     ],
@@ -266,7 +266,7 @@ def test_a_cpu_drafts_where_it_pays(growth, batch, steps, folder, monkeypatch):
 
 
 def test_a_round_costs_a_plain_step_at_least():
-    """Whatever a busy host times."""
+    """Whatever times a busy host measures."""
     assert BreakEven(lambda rows: 1.0 / rows, 0.0).cost(3, 1) == 1.0
 
 

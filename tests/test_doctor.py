@@ -1,4 +1,4 @@
-"""`specdec doctor`: heads that are good and stay so, heads broken on purpose and the defect that is named."""
+"""`specdec doctor`: good heads pass, and heads broken on purpose are reported with the defect's name."""
 
 import copy
 import json
@@ -68,7 +68,7 @@ def texts(model, corpus) -> list[Observed]:
 
 @pytest.fixture(scope="module")
 def good(model, corpus) -> dict[str, DraftHead]:
-    """A head of each kind that has learnt the corpus by heart: a few seconds each."""
+    """A head of each kind, overfitted to the corpus: a few seconds each."""
     heads = {}
     for algo in ALGOS:
         head = tiny_head(model, VOCAB) if algo == "eagle3" else fresh(algo, model)
@@ -115,7 +115,7 @@ def absolute_d2t(head: Any) -> None:
 
 
 def recycles_otherwise(head: Any) -> None:
-    """Scale the norm's channels and undo that in lm_head: the head is the same, but its two states differ now."""
+    """Scale the norm's channels and undo that in lm_head: same logits, but states before and after the norm differ."""
     scale = torch.logspace(-1, 1, head.hidden_size)[torch.randperm(head.hidden_size)]
     head.norm.weight.data = head.norm.weight * scale
     head.lm_head.weight.data = head.lm_head.weight / scale
@@ -170,7 +170,7 @@ def moved(rows: torch.Tensor, by: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        # what the head was trained on, as the doctor sees it: inputs that lie one row off
+        # wrong training inputs, as the doctor sees them: off by one row
         ("features one earlier", lambda t: replace(t, normed=moved(t.normed, 1))),
         ("tokens not shifted", lambda t: replace(t, ids=moved(t.ids, 1))),
         ("tokens one ahead", lambda t: replace(t, ids=moved(t.ids, -1))),
@@ -199,12 +199,12 @@ def test_untrained_heads_are_told_from_misread_ones(model, prompts, algo):
     found = examine(model, fresh(algo, model, seed=5).eval(), prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
     if found["tau"] < 1.25:
         assert found["defects"] == ["untrained or random"], found["remarks"]
-    else:  # a fresh head hands its feature on, which is right wherever the target repeats itself
+    else:  # a fresh head passes its feature on, which is right wherever the target repeats itself
         assert not found["defects"]
 
 
 def test_norms_that_a_few_steps_of_training_moved_are_untouched(model):
-    """A head that has hardly learnt passes its input through, which agrees more often with a later layer's."""
+    """A barely trained head passes its input through, which agrees more often with a later layer's features."""
     head = fresh("eagle3", model).requires_grad_(False)
     norms = [p for name, p in head.named_parameters() if "norm" in name]
     for norm in norms:
@@ -228,7 +228,7 @@ def test_a_gain_that_may_be_chance_is_a_remark():
 
 
 def test_rounds_timed_below_a_plain_step_are_doubted():
-    """Times of a busy machine: a round holds a plain step."""
+    """Times from a busy machine: a round includes a plain step."""
     said = verdict(1.09, 0.69)
     assert "the times are not to be trusted; run it again" in said and "it pays" not in said
     assert verdict(1.09, 1.05) == "a round costs 1.05 plain steps and yields 1.09: it pays (1.04x)"
@@ -326,7 +326,7 @@ def test_floor_counts_what_is_read():
     assert (found.target_bytes, found.draft_bytes) == (body, roofline.num_bytes(own))
     assert found.plain_ms == pytest.approx(body / 100e9 * 1e3)
     assert found.round_ms == pytest.approx(found.plain_ms + 3 * roofline.num_bytes(own) / 100e9 * 1e3)
-    model.lm_head.weight = model.get_input_embeddings().weight  # tied: the output head reads it
+    model.lm_head.weight = model.get_input_embeddings().weight  # tied weights: the output head reads it
     assert roofline.floor(model, own, 3, 100.0).target_bytes == roofline.num_bytes(model)
     assert roofline.measure_bandwidth(torch.device("cpu")) > 0.1
 
@@ -409,7 +409,7 @@ def test_the_command_on_weights_and_tokenizers_that_are_broken(folders, capsys, 
     assert (
         code == 1 and facts["defects"] == ["broken weights"] and f"{name} holds NaN or infinity" in facts["remarks"][0]
     )
-    (head / "tokenizer.json").write_text("{broken")  # a head drafts without one
+    (head / "tokenizer.json").write_text("{broken")  # a head drafts without a tokenizer
     code, lines, _ = doctor(capsys, monkeypatch, folders, head, "--limit", 2)
     facts = json.loads(lines[-1])
     assert code == 0 and "its tokenizer (tokenizer.json) cannot be read" in facts["tokenizer"]
@@ -443,7 +443,7 @@ def test_a_verify_of_a_mixture_of_experts_is_counted():
         hook.remove()
     counts = [len(set(ids[t : t + 3].flatten().tolist())) for ids in chosen for t in range(3, 6)]
     assert found.distinct == pytest.approx(sum(counts) / len(counts)) and 2 <= found.distinct <= 4
-    expert = sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters())  # of 4 in one layer, of 1 in all 4
+    expert = sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters())  # 4 in one layer, or 1 in each of 4
     everything = roofline.num_bytes(model) - 4 * model.get_input_embeddings().weight.numel()
     assert found.dense_bytes == everything - 4 * expert and found.facts["expert_bytes"] == expert
     assert found.step_bytes == found.dense_bytes + 2 * expert

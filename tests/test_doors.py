@@ -1,4 +1,4 @@
-"""`model.generate` by an engine, compared with transformers' own loop: equal tokens, or refused by name."""
+"""`model.generate` through an engine, compared with transformers' own loop: equal tokens, or refused by name."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ PAD = 0
 
 @pytest.fixture(scope="module")
 def model():
-    """A tiny target with an EOS that its greedy texts meet."""
+    """A tiny target whose greedy texts contain its EOS."""
     model = tiny_model("llama").to(DEVICE)
     ids = plain(model, ids_of([5, 6, 7]), max_new_tokens=12)[0, 3:]
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = int(ids[6]), PAD
@@ -49,7 +49,7 @@ def engine(model):
 
 
 def plain(model, *args, **kwargs):
-    """By transformers' own loop."""
+    """Generate with transformers' own loop."""
     return type(model).generate(model, *args, **kwargs)
 
 
@@ -58,7 +58,7 @@ def ids_of(*rows):
 
 
 def padded(side="left"):
-    """Three prompts of different lengths, and their mask."""
+    """Three prompts of different lengths, padded, and their mask."""
     rows, width = [[5, 6, 7], [9], [11, 12, 13, 14, 15]], 5
     fill = [[PAD] * (width - len(r)) for r in rows]
     ids = [f + r if side == "left" else r + f for f, r in zip(fill, rows, strict=True)]
@@ -66,7 +66,7 @@ def padded(side="left"):
 
 
 class StopAt(StoppingCriteria):
-    """Ends rows after a token that the tests choose."""
+    """Ends rows after a given token."""
 
     def __init__(self, token):
         self.token = token
@@ -76,7 +76,7 @@ class StopAt(StoppingCriteria):
 
 
 class AllRowsAt(StoppingCriteria):
-    """As in lm-eval: keeps state by row of the whole batch, and ends all rows together."""
+    """Keeps state per row of the whole batch and ends all rows together, as in lm-eval."""
 
     def __init__(self, token, batch):
         self.token, self.is_done = token, [False] * batch
@@ -88,7 +88,7 @@ class AllRowsAt(StoppingCriteria):
 
 
 class Unlucky(LogitsProcessor):
-    """A processor that no setting says."""
+    """A processor that no setting expresses."""
 
     def __call__(self, input_ids, scores):
         scores[:, 13] = -torch.inf
@@ -151,7 +151,7 @@ def test_greedy_calls_equal_transformers(engine, model, name, door):
 
 
 def test_prompts_of_32_bits_give_sequences_of_64(engine, model):
-    """As in transformers, for criteria too."""
+    """As in transformers, also for stopping criteria."""
     seen, options = [], {"input_ids": ids_of([5, 6, 7]).int(), "max_new_tokens": 4}
     expected = plain(model, **options)
     with engine.install():
@@ -162,7 +162,7 @@ def test_prompts_of_32_bits_give_sequences_of_64(engine, model):
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
 def test_models_whose_cache_has_a_name_of_its_own(name):
-    """transformers prepares `cache_params` for them; an empty one is nobody's argument, one with a state is refused."""
+    """transformers prepares `cache_params` for them: an empty one is ignored, one with a state is refused."""
     model, batch = recurrent_model(name).to(DEVICE), {**padded(), "max_new_tokens": 10, "eos_token_id": [3]}
     expected = plain(model, **batch)
     read = model(batch["input_ids"], use_cache=True).cache_params
@@ -207,7 +207,7 @@ def test_a_clock_ends_a_text(engine, model):
 
 
 class Recorder(BaseStreamer):
-    """What a streamer is given."""
+    """Records a streamer's input."""
 
     def __init__(self):
         self.rows, self.ended = [], 0
@@ -266,7 +266,7 @@ def test_what_cannot_be_honoured_is_refused_or_left_to_transformers(engine, mode
     with engine.install(), pytest.raises(ValueError, match=message):
         model.generate(**copy.deepcopy(options))
     if name == "too long":
-        options["max_new_tokens"] = 170  # more than the engine holds
+        options["max_new_tokens"] = 170  # more than fits into the engine
     expected = plain(model, **copy.deepcopy(options))
     with engine.install(on_unsupported="fallback"), pytest.warns(UserWarning, match="decoded by transformers"):
         got = model.generate(**options)
@@ -279,7 +279,7 @@ def test_what_cannot_be_honoured_is_refused_or_left_to_transformers(engine, mode
 
 @pytest.mark.parametrize("place", ["call", "config"])
 def test_token_healing_is_refused_or_left_to_transformers_with_its_tokenizer(engine, model, monkeypatch, place):
-    """transformers heals before the loop, with a tokenizer that it hands to no loop but its own."""
+    """transformers heals before the loop, with a tokenizer that it passes to no loop but its own."""
     settings, seen = {"token_healing": True, "max_new_tokens": 4}, []
     options = settings if place == "call" else {"generation_config": GenerationConfig(**settings)}
     options = {**options, "tokenizer": "the tokenizer"}
@@ -316,7 +316,7 @@ def test_calls_within_autocast_are_left_to_transformers_too(engine, model):
     ids=["scores", "both, processed", "logits of one token"],
 )
 def test_scores_and_logits_are_those_of_transformers(engine, model, options, door):
-    """Rows that are over go on with padding there, and so they do here."""
+    """Ended rows continue with padding in transformers, and so they do here."""
     options = {**padded(), "max_new_tokens": 14, "return_dict_in_generate": True, **options}
     expected = plain(model, **options)
     if door == "install":
@@ -408,7 +408,7 @@ def test_a_generate_that_others_have_put_there_stays():
 
 
 def test_a_row_whose_end_is_told_late_is_over_when_rows_are_looked_at_again():
-    """Another thread's step gives a row its last token before it says so; the other row is a token behind."""
+    """Another thread's step gives a row its last token before its finish reason; the other row is a token behind."""
     first, second = (types.SimpleNamespace(tokens=[7], finish_reason=None) for _ in range(2))
     rows = Lockstep(torch.tensor([[1], [2]]), [first, second], StoppingCriteriaList(), PAD)
     assert rows.advance() == [[7, 7]] and rows.is_done == [False, False]
@@ -434,7 +434,7 @@ def test_threads_share_an_installed_engine(engine, model):
 
 
 def test_pipelines_streamers_and_stop_strings_of_a_real_model(smollm2):
-    """SmolLM2 with a shipped draft: what users of transformers call, before and after."""
+    """SmolLM2 with a shipped draft: calls that transformers' users make, before and after install."""
     model, tokenizer = smollm2[0], copy.deepcopy(smollm2[1])
     tokenizer.pad_token_id, tokenizer.padding_side = tokenizer.eos_token_id, "left"
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""Edges of drafts, found by a second reader: shared layers, learned positions, windows in trees, what saving keeps."""
+"""Edge cases of drafts: shared layers, learned positions, windows in trees, what saving keeps."""
 
 import json
 import warnings
@@ -47,7 +47,7 @@ def rewrite(folder, **changes):
 
 
 def test_a_draft_of_the_targets_own_layers_is_refused():
-    """As in early exit: our marks on its attention modules would be overwritten."""
+    """As in early exit: our marks on the target's attention modules would be overwritten."""
     model, draft = tiny_model("llama"), tiny_model("llama", 3)
     draft.config.num_hidden_layers = 2
     draft.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in (0, 2)])
@@ -55,7 +55,7 @@ def test_a_draft_of_the_targets_own_layers_is_refused():
     expected = greedy(model, prompt, 8)
     with pytest.raises(specdec.AttachError, match="belong to a model that is attached already"):
         specdec.attach(model, draft)
-    engine = specdec.attach(model)  # nothing is left behind
+    engine = specdec.attach(model)  # nothing is left of the failed attach
     assert engine.generate([prompt], max_new_tokens=8).tokens == [expected]
 
 
@@ -66,7 +66,7 @@ def test_a_base_model_is_no_draft():
 
 @pytest.mark.parametrize("who", ["target", "draft"])
 def test_learned_positions_end_where_max_seq_len_does(who):
-    """Rounds reach past the limit with drafts that are never emitted; a table of positions must not be overrun."""
+    """Rounds go past the limit with drafts that are never emitted; they must not read past the position table."""
     torch.manual_seed(0)
     shape = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 4}
     learned = tf.GPT2LMHeadModel(tf.GPT2Config(**shape, eos_token_id=2, bos_token_id=1)).eval()
@@ -107,7 +107,7 @@ def test_windows_of_draft_trees_go_by_depth():
     tree_shape = {"num_steps": 6, "topk": 3, "num_draft_tokens": 40}
     engine = specdec.attach(model, draft, max_batch=5, max_seq_len=160, cuda_graph=False, **tree_shape)
     core, rows = past_prefill(engine, SamplingParams(), num_rounds=2)
-    core.delivery.read(0)  # what the host has not read yet
+    core.delivery.read(0)  # results that the host has not read yet
     lens = core.state.seq_lens[rows].tolist()
     tree = core.round.worker.draft(core.round.batch("greedy", rows, 128)).tree
     for i, request in enumerate(core.scheduler.decoding()[:2]):
@@ -123,7 +123,7 @@ def test_windows_of_draft_trees_go_by_depth():
 @pytest.mark.parametrize("depth", [None, 12])
 @pytest.mark.parametrize("aux", [(1, 3, 4), (0, 4, 7), (1, 5, 8)], ids=["of 8 layers", "as SGLang's", "default"])
 def test_aux_layers_survive_saving(aux, depth, tmp_path):
-    """(1,3,4) are the defaults of another depth; (0,4,7) are stored as [1,5,8], which SGLang would mean otherwise."""
+    """(1,3,4) are the defaults for another depth; (0,4,7) are stored as [1,5,8], which SGLang would read otherwise."""
     model = llama_of(12)
     save_head(tmp_path, random_head(model, aux=aux), dtype=torch.float32, num_layers=depth)
     assert loaded(tmp_path, model).aux_layers == aux
@@ -176,7 +176,7 @@ def test_models_of_unusual_names_are_standalone(tmp_path):
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     tf.OPTForCausalLM(tf.OPTConfig(**sizes, ffn_dim=96, word_embed_proj_dim=64)).save_pretrained(tmp_path / "opt")
     gpt2 = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4))
-    gpt2.transformer.save_pretrained(tmp_path / "gpt2")  # names without a prefix, as the first GPT-2 files have them
+    gpt2.transformer.save_pretrained(tmp_path / "gpt2")  # names without a prefix, as in the first GPT-2 files
     assert detect_algo(tmp_path / "opt") == "standalone"
     assert detect_algo(tmp_path / "gpt2", "standalone") == "standalone"
     with pytest.raises(specdec.CheckpointError, match="unknown layout"):
@@ -234,7 +234,7 @@ def test_options_that_a_student_has_no_use_for_are_refused(algo, shape, names):
 
 
 class Upcasting(torch.nn.Linear):
-    """An output head that scores in fp32 what comes in bf16, as some models do."""
+    """An output head that takes bf16 and scores in fp32, as some models do."""
 
     def forward(self, x):
         return torch.nn.functional.linear(x, self.weight).float()
@@ -260,7 +260,7 @@ def test_heads_that_score_in_fp32_serve_drafts_in_bf16(algo, shape, sampling):
 
 @pytest.mark.parametrize("length", [3, 40])
 def test_the_first_root_is_attended_no_wider_than_the_prompt(length):
-    """On a CPU the width is work: the host's bound of L goes down to the draft."""
+    """On a CPU the width costs time: the host passes its bound of L to the draft."""
     model = tiny_model("llama")
     engine = specdec.attach(model, random_draft(model, "standalone"), num_steps=3, max_seq_len=512)
     backend = engine._core.round.worker.context.backend
@@ -274,7 +274,7 @@ def test_the_first_root_is_attended_no_wider_than_the_prompt(length):
 @pytest.mark.parametrize("algo", ["eagle", "eagle3"])
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_targets_whose_embeddings_are_narrower_than_their_layers_are_refused(algo, is_saved, tmp_path):
-    """OPT-350m's; only heads with an embedding of their own could read it."""
+    """As in OPT-350m; only heads with an embedding of their own could draft for it."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 96}
     config = tf.OPTConfig(**sizes, vocab_size=VOCAB, word_embed_proj_dim=32, do_layer_norm_before=False)
     model = tf.AutoModelForCausalLM.from_config(config).eval()

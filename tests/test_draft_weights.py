@@ -1,4 +1,4 @@
-"""`draft_weights="fp8"`: drafts that read half the bytes; the text is the target's all the same."""
+"""`draft_weights="fp8"`: drafts that read half the bytes; the text is still the target's."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -38,7 +38,7 @@ def wide_model() -> Any:
 
 
 def wide_head(model: Any, algo: str) -> DraftHead:
-    """A head for `wide_model` that proposes noise."""
+    """A head for `wide_model` with random weights."""
     torch.manual_seed(0)
     if algo == "eagle":
         head: Any = EagleHead(EagleConfig(LAYER, VOCAB))
@@ -81,7 +81,7 @@ def test_the_text_is_the_targets_and_drafts_are_nearly_those_of_the_head(algo, s
 
 @pytest.mark.parametrize(("algo", "num_products"), [("eagle", 23), ("eagle3", 21), ("nextn", 23)])
 def test_layers_traced_are_layers_as_they_are(algo, num_products, monkeypatch):
-    """In graphs of compiled layers, where products of one input are joined, tau and text are those without."""
+    """In graphs of compiled layers, where products of one input are joined, tau and text stay the same."""
     model, prompts = wide_model(), ragged_prompts()[:3]
     head, taus = wide_head(model, algo), []
     for settings in ({"compile": False}, {"compile": True, "compiler": "eager", "cuda_graph": True, "strict": True}):
@@ -91,13 +91,13 @@ def test_layers_traced_are_layers_as_they_are(algo, num_products, monkeypatch):
             out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
             assert out.tokens == expected
             taus.append(out.stats.tau)
-            calls = Mock(side_effect=fp8.joined_twin)  # once a product
+            calls = Mock(side_effect=fp8.joined_twin)  # once per product
             monkeypatch.setattr(fp8, "joined_twin", calls)
             engine.generate([5, 6, 7], max_new_tokens=2)
             monkeypatch.undo()
-    if DEVICE.type == "cpu":  # elsewhere compiled layers round otherwise, and kernels take the twin's place
+    if DEVICE.type == "cpu":  # elsewhere compiled layers round differently, and kernels replace the twin
         assert taus[0] == taus[1]
-        # Four passes: QKV, o, gate and up, down; what reads both inputs, or features. The output head of three steps.
+        # Four passes: QKV, o, gate and up, down, and fc of both inputs or of features. The output head of three steps.
         assert calls.call_count == num_products
 
 

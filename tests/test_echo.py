@@ -1,4 +1,4 @@
-"""How far traced layers may be from the live ones: as far as rounding moves the live ones themselves."""
+"""Tolerance of traced layers against live ones: as much as rounding changes the live ones themselves."""
 
 import math
 
@@ -14,7 +14,7 @@ ROWS = torch.arange(32)
 
 
 def layers(frequency, scale=1.0, shift=0):
-    """One attention call, and a function of what it returns that makes small differences larger."""
+    """One attention call, and a function of its result that amplifies small differences."""
 
     def run(rows):
         x = torch.randn(64, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()[(rows + shift) % 64]
@@ -29,7 +29,7 @@ def test_what_rounding_does_to_a_model_is_allowed_and_no_more(frequency, least, 
     expected = expect(layers(frequency), [(ROWS,)])
     assert least <= expected.bounds[0] <= most
     compare(layers(frequency), expected)
-    if frequency < 100:  # beyond, rounding leaves nothing to compare
+    if frequency < 100:  # above that, rounding leaves nothing to compare
         compare(layers(frequency, scale=1 - 2**-8), expected)
     with pytest.raises(GraphError, match=r"differ from the live model's by .* in forwards of 32 tokens; rounding"):
         compare(layers(frequency, shift=1), expected)
@@ -43,7 +43,7 @@ def test_it_is_said_on_which_side_rows_are_not_finite():
 
 
 def test_rows_that_are_zero_tell_nothing():
-    """Most of these are: a median over all rows would be 0, whatever the others are."""
+    """Most rows are zero here: a median over all rows would be 0, whatever the others are."""
     is_whole = (ROWS < 8).unsqueeze(1)
     live, same, other = (layers(0, scale=is_whole * 1.0, shift=shift) for shift in (0, 0, 1))
     expected = expect(live, [(ROWS,)])

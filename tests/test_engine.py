@@ -1,4 +1,4 @@
-"""The round under drafts that are often right: commit, trimming, chunked prefill, stops, poison, sampling."""
+"""Rounds with drafts that are often right: commit, trimming, chunked prefill, stops, poison, sampling."""
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def test_sampled_text_does_not_depend_on_the_batch(shape):
 
 @pytest.mark.parametrize("shape", [None, {"num_steps": 2}, {"num_steps": 2, "topk": 3}])
 def test_engine_samples_the_targets_own_law(shape):
-    """The second token (drafted and verified where there is a draft), given the first: chi-square over 1500 seeds."""
+    """Chi-square test over 1500 seeds of the second token (drafted and verified if drafts exist), given the first."""
     model, prompt = tiny_model("llama"), ragged_prompts()[1]
     head = random_head(model, draft_vocab_size=VOCAB) if shape else None
     engine = specdec.attach(model, head, max_batch=250, max_seq_len=64, **(shape or {}))
@@ -176,7 +176,7 @@ def test_the_report_counts_what_callers_step_themselves():
 
 @pytest.mark.parametrize("num_draft_tokens", [2, 3, 4])
 def test_a_tree_smaller_than_its_depth(num_draft_tokens):
-    """D <= S is allowed: no accepted path is longer than D then."""
+    """D <= S is allowed: no accepted path is then longer than D."""
     model, prompts = tiny_model("llama"), ragged_prompts()
     expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
     shape = {"num_steps": 4, "topk": 2, "num_draft_tokens": num_draft_tokens}
@@ -187,7 +187,7 @@ def test_a_tree_smaller_than_its_depth(num_draft_tokens):
 
 @pytest.mark.parametrize("lag", [1, 2])
 def test_late_results_change_nothing(lag):
-    """CUDA reads results a launch late; the same bookkeeping on CPU, with rows that change owners and a closed run."""
+    """CUDA reads results one launch late; the same bookkeeping on a CPU, with reused rows and an abandoned run."""
     model, prompts = tiny_model("llama"), ragged_prompts()
     limits = [7, 30, 1, 12, 30]
     expected = [greedy(model, p, n) for p, n in zip(prompts, limits, strict=True)]
@@ -196,14 +196,14 @@ def test_late_results_change_nothing(lag):
     requests = engine.submit([prompts[0]], max_new_tokens=20, ignore_eos=True)
     for _ in range(4):
         engine.step()
-    engine.abandon(requests)  # its last rounds are still on their way
+    engine.abandon(requests)  # results of its last rounds have not been read
     assert engine.generate(prompts, max_new_tokens=limits).tokens == expected
     engine.check_integrity()
     assert engine.report().num_free_pages == engine.report().num_pages
 
 
 def test_requests_may_be_stepped_by_hand():
-    """As a server does: they come at any time, text is read on the way, one is given up."""
+    """As a server does: requests come at any time, text is read meanwhile, one is abandoned."""
     model, prompts = tiny_model("llama"), ragged_prompts()
     expected = [greedy(model, p, 16) for p in prompts]
     engine = specdec.attach(model, random_head(model), max_batch=2, num_steps=3)
@@ -218,7 +218,7 @@ def test_requests_may_be_stepped_by_hand():
         seen.append(len(late.tokens))
     assert [r.tokens for r in (*served, late)] == expected[:3] and not given_up.tokens
     assert {r.finish_reason for r in (*served, late)} == {"length"} and seen == sorted(seen)
-    engine.abandon(served)  # those that are over stay as they are
+    engine.abandon(served)  # finished requests stay as they are
     assert served[0].tokens == expected[0]
     engine.check_integrity()
     with pytest.raises(ValueError, match="prompt 0 is empty"):
@@ -248,7 +248,7 @@ def test_eos_ends_a_request_as_in_generate():
 
 @pytest.mark.parametrize("algo", [None, "eagle3"])
 def test_a_long_prompt_does_not_stop_requests_that_came_earlier(algo):
-    """Pieces of at most `mixed_prefill_tokens` and rounds alternate; prompts that arrive together come first, all."""
+    """Pieces of at most `mixed_prefill_tokens` alternate with rounds; all prompts that arrive together go first."""
     model = tiny_model("llama")
     head = random_head(model) if algo else None
     early, late = [3, 4, 5], [7 + i % 60 for i in range(50)]
@@ -264,7 +264,7 @@ def test_a_long_prompt_does_not_stop_requests_that_came_earlier(algo):
     second = engine.submit([late, early], max_new_tokens=6, ignore_eos=True)
     while engine.step():
         pass
-    assert steps[:14] == [8, "round"] * 6 + [5, "round"]  # 50 tokens and 3, the last piece of both
+    assert steps[:14] == [8, "round"] * 6 + [5, "round"]  # 50 tokens and 3, whose last piece has tokens of both
     expected = [greedy(model, p, n) for p, n in ((early, 40), (late, 6), (early, 6))]
     assert [first.tokens, *(r.tokens for r in second)] == expected
     del steps[:]

@@ -1,4 +1,4 @@
-"""Admission by equality: doctored models whose logits our route would not reproduce are refused, others are not."""
+"""Admission by equality: models altered so that our route gives other logits are refused, others are not."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def converted(model, dtype):
-    """The weights in `dtype`; rotary frequencies stay in fp32, as `from_pretrained` leaves them."""
+    """Convert the weights to `dtype`; rotary frequencies stay in fp32, as `from_pretrained` leaves them."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -29,7 +29,7 @@ class Untold(tf.FalconH1Config):
 
 
 def parallel_hybrid():
-    """Attention in every layer, a recurrent branch beside it that nobody routes, and a config that does not tell."""
+    """Attention in every layer, a parallel recurrent branch that is not routed, and a config that does not name it."""
     config = tf.FalconH1Config(
         **{**_BASE, "num_hidden_layers": 2},
         mamba_d_ssm=64,
@@ -41,13 +41,13 @@ def parallel_hybrid():
     torch.manual_seed(0)
     model = random_weights(tf.AutoModelForCausalLM.from_config(config))
     for layer in model.model.layers:
-        layer.mamba.out_proj.weight.data.mul_(20)  # in 16 bits, a branch of a hundredth is not told from rounding
+        layer.mamba.out_proj.weight.data.mul_(20)  # in 16 bits, a branch a hundredth as large is lost in rounding
     model.config.__class__ = Untold
     return model
 
 
 def neighbours():
-    """A feed-forward that reads the token before."""
+    """A feed-forward that also reads the previous token."""
     model = tiny_model("llama")
     mlp = model.model.layers[1].mlp
     forward = mlp.forward
@@ -56,7 +56,7 @@ def neighbours():
 
 
 def counted():
-    """Rotary positions that are counted from the row's beginning, whatever is passed."""
+    """Rotary positions counted from the start of the row, whatever is passed."""
     model = tiny_model("llama")
     rotary = model.model.rotary_emb
     forward = rotary.forward
@@ -67,7 +67,7 @@ def counted():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("doctored", [parallel_hybrid, neighbours, counted])
 def test_models_that_would_write_another_text_are_refused(doctored, dtype, monkeypatch):
-    monkeypatch.setattr("specdec.reach.targets.adapters.mixers.PRIMITIVES", {})  # no recurrent layer is known
+    monkeypatch.setattr("specdec.reach.targets.adapters.mixers.PRIMITIVES", {})  # no recurrent layer is recognised
     model = converted(doctored(), dtype)
     with pytest.raises(specdec.AttachError, match=r"logits differ from its own forward's by \d\.\de.* \(allowed: \d"):
         specdec.attach(model)
@@ -76,7 +76,7 @@ def test_models_that_would_write_another_text_are_refused(doctored, dtype, monke
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_that_are_nan_over_our_pool_alone_are_refused(dtype):
-    """NaN compares as neither more nor less than what is allowed."""
+    """NaN is neither greater nor less than the tolerance."""
     model = converted(tiny_model("llama"), dtype)
     mlp = model.model.layers[1].mlp
     forward = mlp.forward
@@ -92,7 +92,7 @@ def test_what_rounding_does_is_no_reason(name, dtype):
 
 
 def test_windows_are_those_of_masks():
-    """A dozen tokens show a window of 8 only; the keyword argument, which most layers pass beside it, is no mask."""
+    """A dozen tokens can only show a window of 8; the keyword argument that most layers also pass is no mask."""
     model = tiny_model("gemma2")
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
@@ -105,7 +105,7 @@ def test_masks_passed_by_name_are_read():
 
 
 def test_layers_that_count_positions_get_theirs(monkeypatch):
-    """Far into a text only, in a real model; here from the eighth token on."""
+    """In a real model it matters only far into a text; here from the eighth token on."""
     model = tiny_model("llama4")
     assert probe(model).counts_positions and not probe(tiny_model("llama")).counts_positions
     monkeypatch.setattr(Positions, "get_seq_length", lambda self, layer_idx=0: 0)
@@ -154,7 +154,7 @@ def test_logits_that_the_model_bans_have_no_scale():
 
 @pytest.mark.parametrize("wrong", ["target", "draft"])
 def test_heads_whose_kernels_give_other_logits_are_refused(wrong, monkeypatch):
-    """Admission runs the model's own; a planted fault stands for a wrong kernel."""
+    """Admission runs the model's own output head; a planted fault stands in for a wrong kernel."""
     model, draft = tiny_model("llama"), tiny_model("llama")
     spoilt, own = model if wrong == "target" else draft, HFTarget.head
 
@@ -172,13 +172,13 @@ def test_heads_whose_kernels_give_other_logits_are_refused(wrong, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*holds NaN or infinity")
 def test_a_token_whose_embedding_is_damaged_is_no_reason(dtype):
     model = converted(tiny_model("llama"), dtype)
-    model.get_input_embeddings().weight.data[VOCAB // 4 : VOCAB // 2 : 2] = float("nan")  # ids of the texts among them
+    model.get_input_embeddings().weight.data[VOCAB // 4 : VOCAB // 2 : 2] = float("nan")  # some are ids of the texts
     HFTarget(model).detach()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_whose_embeddings_are_zero_are_no_reason(dtype):
-    """As those that pad a vocabulary: without biases, all that follows is zero, too."""
+    """As in rows that pad a vocabulary: without biases, all later values are zero too."""
     model = converted(tiny_model("llama"), dtype)
     model.get_input_embeddings().weight.data[VOCAB // 4 : VOCAB // 2 : 2] = 0
     HFTarget(model).detach()

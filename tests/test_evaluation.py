@@ -29,7 +29,7 @@ AFTER = [[8, 9], [10, 11, 12, 13, 14], [20], [44, 45, 46]]
 
 
 def expected_scores(model, prompts, continuations):
-    """By one forward of transformers for each pair."""
+    """Return scores by one forward of transformers per pair."""
     scores = []
     for before, after in zip(prompts, continuations, strict=True):
         ids = torch.tensor([before + after], device=model.device)
@@ -204,12 +204,12 @@ TASKS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "word_perplexity"}],
     },
 }
-LENGTH = 48  # so short that rolling windows are needed, and contexts lose their beginnings
+LENGTH = 48  # so short that rolling windows are needed, and contexts lose their first tokens
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of task files, with their data, in the format of GSM8K."""
+    """A folder of task files with their data, in GSM8K's format."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "test.jsonl"
     data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in QUESTIONS), "utf-8")
@@ -221,7 +221,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def responses(lm: Any, folder: Path) -> dict[str, list[Any]]:
-    """What a model answers to the items of every task."""
+    """Return a model's answers to the items of every task."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -319,7 +319,7 @@ def test_a_reader_that_breaks_off_leaves_turn_and_rows(monkeypatch):
 
 STEM = [5, 6, 7, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 CHOICES = [[3, 4], [3, 9, 9], [20]]
-ALIKE = {  # prompts that begin alike, and how many tokens are read of them and their continuations
+ALIKE = {  # prompts with common prefixes: settings, and tokens read of prompts and continuations
     "one prefill": ({}, 33),
     "pages": ({"page_size": 4}, 48),
     "a prefill for each": ({"max_batch": 1}, 33),
@@ -331,7 +331,7 @@ ALIKE = {  # prompts that begin alike, and how many tokens are read of them and 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_prompts_have_in_common_is_read_once(name, monkeypatch):
-    """Questions after the same examples, and answers of one token or more to each."""
+    """Questions after the same examples, and answers of one or more tokens to each."""
     model = tiny_model("llama").to(DEVICE)
     questions = [[*STEM, *rest] for rest in ([8, 9], [8, 10, 21, 22], [8, 9, 30])]
     prompts, after = [[q for q in questions for _ in CHOICES], CHOICES * len(questions)]
@@ -352,7 +352,7 @@ def test_what_prompts_have_in_common_is_read_once(name, monkeypatch):
 
 
 def test_weights_that_change_are_read_anew():
-    """Between two calls; within one they are the caller's to leave alone."""
+    """Between two calls; within one call the caller must not change them."""
     model = tiny_model("llama").to(DEVICE)
     prompts, after = [STEM, STEM], [[3, 4], [8]]
     for prefix_cache in (False, True):
@@ -366,7 +366,7 @@ def test_weights_that_change_are_read_anew():
 
 @pytest.mark.usefixtures("python_sigint")
 def test_a_call_that_ends_between_two_turns_leaves_nothing_to_the_next(monkeypatch):
-    """Ctrl-C takes effect there, where no turn is broken off."""
+    """Ctrl-C takes effect between turns, where no turn is interrupted."""
     model = tiny_model("llama").to(DEVICE)
     prompts, after = [STEM, STEM], [[3, 4], [8, 9]]
     engine = specdec.attach(model, algo=None, max_batch=1, max_seq_len=24)

@@ -29,14 +29,14 @@ from tests.early_starts import check_early_starts
 from tests.heads import random_head
 from tests.tiny_models import DEVICE, tiny_model
 
-E = 5  # experts; E itself stands for those of other ranks
+E = 5  # experts; id E stands for experts of other ranks
 ONE_BIT = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-# tokens, experts a token, columns, features: one row an expert, some, all rows by id, several blocks
+# tokens, experts per token, columns, features: one row per expert, some, all rows by id, several blocks
 SHAPES = ((1, 2, 40, 24), (3, 3, 33, 140), (17, 2, 70, 33), (30, 3, 40, 50))
 
 
 def case(shape, dtype, is_transposed, has_bias, num_experts=E, seed=0):
-    """x, ids with some of other ranks, weight, bias or None, is_transposed."""
+    """Return x, ids with some of other ranks, weight, bias or None, is_transposed."""
     (tokens, k, n, features), random = shape, torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, features, generator=random)
     ids = torch.rand(tokens, num_experts + 1, generator=random).topk(k).indices
@@ -47,7 +47,7 @@ def case(shape, dtype, is_transposed, has_bias, num_experts=E, seed=0):
 
 
 def looped(x, ids, weight, bias, is_transposed):
-    """A row at a time, in fp64."""
+    """Compute one row at a time, in fp64."""
     rows = []
     for t, chosen in enumerate(ids.tolist()):
         for j, e in enumerate(chosen):
@@ -66,7 +66,7 @@ def assert_close(ours, theirs):
 
 
 def assert_same(ours, theirs):
-    """Bit for bit on a GPU; in the interpreter products are numpy's, whose rows may depend on their place."""
+    """Compare bit for bit on a GPU; in the interpreter products are numpy's, whose bits may depend on a row's place."""
     assert_close(ours, theirs) if DEVICE.type == "cpu" else torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -101,16 +101,16 @@ def test_kernels_equal_their_twin(dtype, scanned, monkeypatch):
     ids, weight, bias, is_transposed = given
     view = weight.transpose(1, 2)
     assert_same(kernels.grouped_linear(x, ids, view, bias, not is_transposed), found)
-    one = torch.full_like(ids, 2)  # more rows of one expert than a tile has
+    one = torch.full_like(ids, 2)  # one expert has more rows than a tile
     assert_close(kernels.grouped_linear(x, one, *given[1:]), grouped_linear.twin(x, one, *given[1:]))
-    order = torch.randperm(x.shape[0], device=DEVICE)  # of the last shape: results go with their tokens
+    order = torch.randperm(x.shape[0], device=DEVICE)  # of the last shape: results move with their tokens
     moved = kernels.grouped_linear(x[order], given[0][order], *given[1:])
     assert_same(moved, found.view(*given[0].shape, -1)[order].flatten(0, 1))
     assert kernels.grouped_linear(x[:0], given[0][:0], *given[1:]).shape == (0, found.shape[1])
 
 
 def test_the_dispatcher_may_leave_defaults_out():
-    """As it does within a dispatch mode, such as a rehearsal."""
+    """As within a dispatch mode, such as a rehearsal."""
     x, ids = torch.randn(3, 16, device=DEVICE), torch.randint(0, E, (3, 2), device=DEVICE)
     weight = torch.randn(E, 8, 16, device=DEVICE)
     expected = grouped_linear.twin(x, ids, weight)
@@ -119,7 +119,7 @@ def test_the_dispatcher_may_leave_defaults_out():
 
 
 def test_every_tile_equals_the_twin(monkeypatch):
-    """On few rows, which each of them takes; numbers of experts decide in use."""
+    """With few rows, which every tile takes; in use the number of experts decides."""
     monkeypatch.setattr(kernels, "SCANNED", 0)
     sizes = [(2, 227 << 10), (2, 99 << 10), (4, 99 << 10)]  # of elements, and of shared memory
     tiles = {kernels.tiling(average * 8, 8, 70, *size) for average in (1, 50) for size in sizes}
@@ -135,7 +135,7 @@ def test_gates_within_products_equal_their_twin(activation, monkeypatch):
     for number, shape in enumerate(SHAPES):
         monkeypatch.setattr(kernels, "SCANNED", 0 if number == 1 else 512)
         x, *given = case((*shape[:2], shape[2] // 2 * 2, shape[3]), torch.float16, number % 2 == 1, number > 1)
-        x *= 5 if activation == "swigluoai" else 1  # beyond its limits
+        x *= 5 if activation == "swigluoai" else 1  # beyond its clamping limits
         found, twin = (f(x, *given, activation) for f in (kernels.grouped_linear, grouped_linear.twin))
         assert found.shape == twin.shape == (shape[0] * shape[1], shape[2] // 2)
         assert grouped_linear(x, *given, activation).shape == found.shape
@@ -143,7 +143,7 @@ def test_gates_within_products_equal_their_twin(activation, monkeypatch):
 
 
 def summed_in_order(x, ids, weight, block):
-    """A product with experts whose K is summed block by block, as products of whole numbers in fp32 are exact."""
+    """Expert product with K summed block by block; products of whole numbers are exact in fp32."""
     total = torch.zeros(ids.numel(), weight.shape[1])
     for a, b in zip(x.split(block, 1), weight.split(block, 2), strict=True):
         total += (a[:, None].float().repeat_interleave(ids.shape[1], 0) @ b[ids.flatten()].float().mT).squeeze(1)
@@ -152,7 +152,7 @@ def summed_in_order(x, ids, weight, block):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tensor cores sum K in steps of 16")
 def test_k_is_summed_in_order_and_never_split_for_any_number_of_rows():
-    """Parts a, b, c, -a of whole numbers, exact in fp32 each; a is so large that their sum depends on its order."""
+    """Parts a, b, c, -a of whole numbers, each exact in fp32; a is so large that their sum depends on the order."""
     part, random = 128, torch.Generator().manual_seed(0)
     x, weight = (torch.randint(-8, 9, (*rows, 4, part), generator=random) for rows in ((600,), (2, 10)))
     x[:, 0], weight[:, :, 0] = x[:, 0] * 4096, weight[:, :, 0] * 64
@@ -222,7 +222,7 @@ class NoLaunch:
 
 @pytest.mark.parametrize("num_tokens", [4, 1000])
 def test_nothing_waits_for_the_host(num_tokens, monkeypatch):
-    """Tensors without values: reading one would fail."""
+    """Meta tensors have no values: reading one would fail."""
     monkeypatch.setattr(kernels, "_grouped_linear_kernel", NoLaunch())
     monkeypatch.setattr(kernels, "_route_kernel", NoLaunch())
     x, ids = torch.empty(num_tokens, 24, device="meta"), torch.empty(num_tokens, 2, dtype=torch.int64, device="meta")
@@ -234,7 +234,7 @@ def test_nothing_waits_for_the_host(num_tokens, monkeypatch):
 
 
 def experts_module(name, dtype):
-    """Random experts of transformers: plain; transposed with biases and a gate of their own; without a gate."""
+    """Random experts of transformers: plain; transposed with biases and their own gate; without a gate."""
     config = tiny_model("qwen3_moe" if name == "nemotron_h" else name).config
     if name == "nemotron_h":
         values = dict(n_routed_experts=4, moe_intermediate_size=48, moe_latent_size=None, mlp_hidden_act="relu2")
@@ -251,9 +251,9 @@ def experts_module(name, dtype):
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 @torch.inference_mode()
 def test_experts_equal_those_of_transformers(name, dtype):
-    """Choices of other ranks' experts, whose weight is 0, included."""
+    """Also for chosen experts of other ranks, whose weight is 0."""
     module = experts_module(name, dtype)
-    module._is_expert_parallel = True  # without it transformers 5.23 expects no such choices
+    module._is_expert_parallel = True  # else transformers 5.23 expects no such choices
     random = torch.Generator().manual_seed(1)
     for num_tokens, first in ((1, 0), (19, 4)):
         x = torch.randn(num_tokens, 64, generator=random).to(DEVICE, dtype)
@@ -274,7 +274,7 @@ def test_the_implementation_is_put_back():
         assert config._experts_implementation == "specdec"
         raise KeyError
     assert config._experts_implementation == before != "specdec"
-    for other in (tiny_model("llama"), nn.Linear(1, 1)):  # without experts: nothing changes
+    for other in (tiny_model("llama"), nn.Linear(1, 1)):  # models without experts are unchanged
         state = [dict(vars(m)) for m in other.modules()]
         with Experts(other).routed():
             assert [dict(vars(m)) for m in other.modules()] == state
@@ -288,7 +288,7 @@ def test_the_implementation_is_put_back():
 )
 @pytest.mark.filterwarnings("ignore:.*inv_freq is in low precision")
 def test_prefills_and_rounds_replay(name, dtype):
-    """Under strict: nothing runs eagerly, and no reason against a replay is left. What texts are: test_attach.py."""
+    """With strict=True: nothing runs eagerly, and nothing prevents a replay. test_attach.py compares the texts."""
     model = tiny_model(name, dtype=dtype).to(DEVICE)
     prompts = [list(range(3, 3 + n)) for n in (3, 9, 20)]
     settings = {"num_steps": 2, "max_batch": 4, "max_seq_len": 64, "compile": False}
@@ -324,7 +324,7 @@ def test_a_captured_product_follows_other_choices(num_tokens, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num", "k"), [(256, 8), (60, 4), (5, 5), (1000, 10)])
 def test_choices_are_those_of_a_stable_sort(num, k, dtype):
-    """Also of equal scores, of -inf, and of both zeros."""
+    """Also for equal scores, for -inf, and for both zeros."""
     random = torch.Generator().manual_seed(num)
     scores = torch.randn(2 * 3, num, generator=random).mul(2).round(decimals=1).to(dtype)
     scores[0, ::2], scores[1, 1:], scores[2, :3] = float("-inf"), 0.0, -0.0
@@ -356,7 +356,7 @@ def test_weighted_sums_equal_their_twin_and_are_in_the_order_of_choices(dtypes):
     assert_close(choices.weighted_sum(*given), weighted_sum.twin(*given))
     terms = torch.tensor([2.0**14, 2.0**-12, -(2.0**14)], device=DEVICE).to(rows_dtype).view(3, 1)
     ones = torch.ones(1, 3, dtype=weights_dtype, device=DEVICE)
-    for sums in (choices.weighted_sum, weighted_sum.twin):  # the second is lost beside the first
+    for sums in (choices.weighted_sum, weighted_sum.twin):  # the first term absorbs the second
         assert [float(sums(terms[order], ones, torch.float32)) for order in ([0, 1, 2], [0, 2, 1])] == [0.0, 2.0**-12]
 
 
@@ -384,7 +384,7 @@ def test_norms_of_what_experts_give_equal_their_twin_and_the_ops_they_replace(is
 
 
 def make_graph(fn, x):
-    """The graph that Dynamo makes of fn(x)."""
+    """Return the graph that Dynamo traces for fn(x)."""
     graphs = []
     torch.compile(fn, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)(x)
     return graphs[0]
@@ -413,7 +413,7 @@ def test_traces_take_the_softmax_of_a_router_into_our_op():
         last, _ = (x * 3).softmax(0).topk(2)
         return values.to(torch.bfloat16), ids, torch.nn.functional.softmax(few, dim=1), kept, kept + 1, last
 
-    x = torch.randperm(30).view(5, 6) / 8  # no two are equal in bf16: which one topk takes then is not said
+    x = torch.randperm(30).view(5, 6) / 8  # no two are equal in bf16: topk does not say which of equal values it takes
     graph = make_graph(routes, x)
     assert take_over_choices(graph) == 4
     graph.recompile()
@@ -461,7 +461,7 @@ def test_kernels_that_start_early_read_nothing_before_its_time(form, monkeypatch
 
 
 def random_mxfp4(num_experts, num_columns, num_features, random):
-    """Words and exponents of random experts."""
+    """Return the words and exponents of random experts."""
     size = num_experts, num_columns, num_features // 32
     blocks = torch.randint(0, 256, (*size, 16), generator=random, device=DEVICE, dtype=torch.uint8)
     scales = torch.randint(118, 122, size, generator=random, device=DEVICE, dtype=torch.uint8)

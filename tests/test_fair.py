@@ -1,4 +1,4 @@
-"""Who gets rows, prefills and pages first: newcomers, short prompts, strangers, priorities."""
+"""Which requests get rows, prefills and pages first: new ones, short prompts, unrelated prompts, priorities."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def engine_of(**options):
 
 
 def steps_until(engine, is_so, most=200):
-    """Step until `is_so()`; return the steps that it took."""
+    """Step until `is_so()`; return the number of steps."""
     return next((n for n in range(1, most) if engine.step() is not None and is_so()), most)
 
 
@@ -26,7 +26,7 @@ def text_of(length, seed=0):
 
 
 def test_newcomers_get_a_free_row_within_four_rounds():
-    """Also the second of two where a batch of 32 has one free: it is prefilled ahead of its turn."""
+    """Also the second of two if a batch of 32 has one free row: it is prefilled ahead of its turn."""
     engine = engine_of(max_batch=32, prefix_cache=False)
     engine.submit([[3, 4, 5 + i] for i in range(31)], max_new_tokens=100, ignore_eos=True)
     for _ in range(3):
@@ -38,7 +38,7 @@ def test_newcomers_get_a_free_row_within_four_rounds():
 
 
 def test_prompts_of_a_full_large_batch_are_prefilled_together_ahead_of_their_turn():
-    """Four rows beside 32: three prompts a prefill or more, and each round has 32 requests while so many are there."""
+    """Four rows beside 32: at least three prompts per prefill, and rounds of 32 requests while there are as many."""
     graphs = {"cuda_graph": True, "strict": True, "graph_batches": (32,), "graph_sampling": "greedy"}
     given = {
         **graphs,
@@ -83,7 +83,7 @@ def test_a_stranger_passes_a_long_prompt_and_one_that_waits_for_its_beginning(sh
 
 
 def test_a_long_prompt_goes_on_while_short_ones_come():
-    """It has half of every piece at least, and pieces are full."""
+    """It gets at least half of every piece, and pieces are full."""
     scheduler = scheduler_of(max_batch=8)
     long, *short = [request_of(range(100)), *[request_of(range(3)) for _ in range(5)]]
     assert all(admitted(scheduler, long, *short))

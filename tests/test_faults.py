@@ -1,4 +1,4 @@
-"""Whatever goes wrong for one caller: nobody else loses text, rows or slots."""
+"""Whatever goes wrong for one caller, no other caller loses text, rows or slots."""
 
 import os
 import random
@@ -22,7 +22,7 @@ from tests.tiny_models import tiny_model
 )
 def test_random_faults_lose_nothing(subject, nums):
     tally = Tally()
-    nums = [*nums, 100] if torch.cuda.is_available() else nums  # bench/faults.py has 10,000
+    nums = [*nums, 100] if torch.cuda.is_available() else nums  # bench/faults.py runs 10,000
     for seed, num in enumerate(nums):
         Victim(seed, tally, subject).run(num)
     assert not tally.wrong and not tally.lost
@@ -59,7 +59,7 @@ def test_a_request_that_cannot_be_packed_fails_alone():
     requests = engine.submit([prompts[0]], max_new_tokens=12)
     engine.step()
     bad = engine._requests([prompts[1]], max_new_tokens=12)
-    bad[0].stop_ids = (2**70,)  # as if admission had let it through
+    bad[0].stop_ids = (2**70,)  # as if admission had accepted it
     with pytest.raises(OverflowError):
         list(engine._run(bad))
     while engine.step():
@@ -74,7 +74,7 @@ def test_slot_tables_are_recomputed_from_who_holds_a_row():
     assert rows == [0, 1, 2] and tables.reserve(1) is None
     tables.write(torch.tensor(rows), torch.from_numpy(tables.pages_of(rows)))
     tables.check_integrity()
-    tables._pages._free[:] = 0  # what a fault may leave
+    tables._pages._free[:] = 0  # a state that a fault may leave
     tables._pages.num_free, tables._free_rows = 1, [0]
     tables.repair([1])
     tables.check_integrity()

@@ -1,4 +1,4 @@
-"""Products of a few rows the other way: the same numbers, only within a step, only where it is faster."""
+"""The alternative product for few rows: the same numbers, only within a step, only where it is faster."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ MOST = MEASURED[-1]
 
 @pytest.fixture
 def always(monkeypatch):
-    """Every layer is large enough, and faster transposed."""
+    """Make every layer large enough, and faster transposed."""
     monkeypatch.setattr(few_rows, "LEAST_SIZE", 0)
     monkeypatch.setattr(few_rows, "measure", lambda *_: (False, *[True] * MOST))
 
@@ -37,7 +37,7 @@ def test_layers_go_the_other_way_within_a_step_alone(bias, always, monkeypatch):
     model = nn.Sequential(nn.Linear(8, 16, bias=bias), nn.Linear(16, 8, bias=bias), nn.Linear(8, 16, bias=bias))
     calls, original = [], transposed
     monkeypatch.setattr(few_rows, "transposed", lambda *args: calls.append(len(args[0])) or original(*args))
-    own = model[1].forward = lambda x: F.linear(x, model[1].weight, model[1].bias)  # as hooks of accelerate are
+    own = model[1].forward = lambda x: F.linear(x, model[1].weight, model[1].bias)  # as with accelerate's hooks
     chosen = FewRows([model, model])
     for shape in ((8,), (1, 8), (2, 3, 8), (MOST + 1, 8), (0, 8)):
         x, calls[:] = torch.randn(shape), []
@@ -49,7 +49,7 @@ def test_layers_go_the_other_way_within_a_step_alone(bias, always, monkeypatch):
     with pytest.raises(RuntimeError, match="in a step"), chosen.active():
         raise RuntimeError("in a step")
     assert model[1].forward is own and not any("forward" in vars(model[i]) for i in (0, 2))
-    with chosen.active(), FewRows(model).active():  # of two engines, the second one's leave the first one's alone
+    with chosen.active(), FewRows(model).active():  # of two engines, the second keeps the first one's forwards
         pass
     assert not any("forward" in vars(model[i]) for i in (0, 2))
 
@@ -69,8 +69,8 @@ def test_only_large_layers_of_torchs_own_kind_are_asked(monkeypatch):
 
 @pytest.mark.parametrize(("columns", "shape"), [(64, (1024, 64, 32)), (1 << 30, (1, 1 << 16, 32))])
 def test_the_faster_way_is_taken(columns, shape, monkeypatch):
-    """Four and more rows are faster as they are; those between the measured ones go as the next of them. Weights are as
-    many as do not stay in caches, and no more."""
+    """Four and more rows are faster as they are; row counts between measured ones use the result of the next one. The
+    weights are just too large for caches."""
     monkeypatch.setattr(few_rows, "READ_BYTES", 1 << 23)
 
     def seconds(product, weights):
@@ -86,7 +86,7 @@ def test_the_faster_way_is_taken(columns, shape, monkeypatch):
 
 
 def test_engines_give_transformers_text_that_way(always, monkeypatch):
-    """Target, head and a draft that is another model; the live model's own forwards stay torch's to the bit."""
+    """Target, head and a draft that is another model; the live model's own forwards keep torch's bits."""
     calls, original = [], transposed
     monkeypatch.setattr(few_rows, "transposed", lambda *args: calls.append(len(args[0])) or original(*args))
     model, prompts = tiny_model("llama"), ragged_prompts()
@@ -103,14 +103,14 @@ def test_engines_give_transformers_text_that_way(always, monkeypatch):
         with torch.no_grad():
             assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, before)
         swapped = engine._core.models._few_rows
-        model.lm_head.forward = swapped._forwards[model.lm_head]  # as if a step had broken off there
+        model.lm_head.forward = swapped._forwards[model.lm_head]  # as if a step had been interrupted there
         engine.detach()
         assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["live", "recorded"])
 def test_the_watch_does_not_take_them_for_changes(graphs, always):
-    """Admission looks at the models before a step replaces forwards: prefixes are kept, and graphs go on."""
+    """Admission checks the models before a step replaces forwards: prefixes stay cached, and graphs stay valid."""
     model, prompt = tiny_model("llama"), list(range(5, 45))
     engine = specdec.attach(model, max_batch=2, max_seq_len=64, cuda_graph=graphs, prefix_cache=True)
     engine.generate([prompt], max_new_tokens=4)

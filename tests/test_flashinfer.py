@@ -1,6 +1,6 @@
-"""FlashInfer's tables made on the device, what backends with it say and refuse; on a GPU, its kernels on every path.
+"""FlashInfer's tables made on the device, what backends with it report and refuse; on a GPU, its kernels on every path.
 
-The tables, their twin and the choice among backends need neither FlashInfer nor a GPU.
+The tables, their twin and the choice between backends need neither FlashInfer nor a GPU.
 """
 
 import importlib.metadata
@@ -144,7 +144,7 @@ def metadata_of(q_len, tail_len=None, is_tree=True, bs=2):
         (replace(LLAMA, window=50), metadata_of(4, is_tree=False), uniform.CAUSAL, 49),
         (LLAMA, metadata_of(32), uniform.CAUSAL, NO_WINDOW),  # 32 x 4 rows are one tile of 128
         (LLAMA, metadata_of(33), uniform.CUSTOM, NO_WINDOW),  # two tiles: the second asks about its own keys only
-        (LLAMA, metadata_of(4, 12), uniform.CUSTOM, NO_WINDOW),  # a draft step: earlier tail nodes are no prefix
+        (LLAMA, metadata_of(4, 12), uniform.CUSTOM, NO_WINDOW),  # a draft step: earlier tail nodes are not a prefix
         (replace(LLAMA, window=50), metadata_of(8), uniform.CUSTOM, 57),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_variants_name_changes_with_what_it_is_compiled_from(monkeypatch):
 
 
 class _Event:
-    """Of a stream whose work is done when the test says so."""
+    """An event of a stream whose work is done when the test sets `is_done`."""
 
     is_done = False
 
@@ -198,7 +198,7 @@ def test_a_staging_buffer_is_not_written_before_it_is_read(monkeypatch):
     assert ring.take(5 << 20).numel() == 5 << 20
 
 
-# -- what backends say and refuse -------------------------------------------------------------------------------------
+# -- what backends report and refuse -----------------------------------------------------------------------------------
 
 
 def installed(monkeypatch, found):
@@ -301,7 +301,7 @@ def test_kernels_are_named_in_reports():
     mixed._from = backends._from_tokens([LLAMA])
     assert mixed.served_by(ForwardMode.DECODE) == "triton"
     assert mixed.served_by(ForwardMode.EXTEND) == "flashinfer fa3 from about 1900 tokens on, triton below"
-    mixed._from = None  # no layer of the model is one that it takes
+    mixed._from = None  # as if FlashInfer could serve no layer of the model
     assert mixed.served_by(ForwardMode.EXTEND) == "triton"
     assert TorchBackend().served_by(ForwardMode.DECODE) == "torch"
     assert str(Kernel("fa3", torch.float16, 64, True, True)) == "fa3 d64 float16 window softcap"

@@ -1,4 +1,4 @@
-"""FlashInfer's kernels on a GPU: every path against the float64 reference, graphs at other lengths, no waiting.
+"""FlashInfer's kernels on a GPU: every path against the float64 reference, graphs at other lengths, no synchronisation.
 
 Kernels that are not compiled yet are compiled here, a minute or two each.
 """
@@ -51,7 +51,7 @@ MIXED = "flashinfer prefills"
 
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
-    """Setup knows backends by name; the mixed one takes prefills of any size here."""
+    """Register the backends for Setup; the mixed one takes prefills of any size here."""
     mixed = type("Any", (BACKENDS["triton+flashinfer"](),), {"min_prefill_flops": 0.0})
     monkeypatch.setattr(backend, "FA3_GAINS", kernels.HEAD_DIMS)
     own = {"flashinfer": BACKENDS["flashinfer"](), MIXED: mixed}
@@ -88,7 +88,7 @@ def test_chains_and_prefills(name, prefixes, page_size):
 @pytest.mark.parametrize("prefixes", [(11, 3, 150), (3000, 1, 700), (0, 63, 128, 65)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_trees(name, prefixes):
-    """Just under and over every size of a tile of queries, and the largest; binary ones, a line, a star."""
+    """Sizes that just fill and just exceed every tile of queries, and the largest; binary trees, a line, a star."""
     layer, _dtype = CASES[name]
     group = layer.num_heads // layer.num_kv_heads
     edges = {min(64, rows // group + more) for rows in (16, 64, 128) for more in (0, 1)} | {64}
@@ -130,7 +130,7 @@ def test_draft_steps_of_a_tree(name):
 
 
 def test_tables_are_flashinfers_own():
-    """200 plans of its own, byte for byte."""
+    """Compare with 200 of its own plans, byte for byte."""
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(0)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     loaded = kernels.load([kernel_for("fa2", CASES[name][0], BF16) for name in ("d64", "d128")])
@@ -159,7 +159,7 @@ GRAPHED = {
 @pytest.mark.parametrize("path", GRAPHED)
 @pytest.mark.parametrize("name", ["d64", "d128", "d256 window", "sinks"])
 def test_graphs_replay_at_any_lengths(name, path):
-    """Captured at short lengths, replayed at long ones and back, with all memory of the graph poisoned between."""
+    """Captured at short lengths, replayed at long ones and back, with the graph's memory filled with NaN in between."""
     (layer, dtype), (q_len, parents), bs, width = CASES[name], GRAPHED[path], 5, 21_000
     generator = torch.Generator("cuda").manual_seed(0)
     pool = KVPool([layer.shape], bs * width + 1, dtype, torch.device("cuda"))
@@ -216,7 +216,7 @@ def test_graphs_replay_at_any_lengths(name, path):
 
 @pytest.mark.parametrize("kind", ["flashinfer", MIXED])
 def test_prefills_back_to_back_behind_a_slow_kernel(kind):
-    """The host plans 50 prefills before the device has copied the first plan; it never waits meanwhile."""
+    """The host plans 50 prefills before the device has copied the first plan, without synchronising."""
     cases = []
     for seed in range(50):
         case = setup_of("d64", kind, prefixes=(seed, 3 * seed, 7), width=512)
@@ -278,7 +278,7 @@ def engine_of(shape, name="flashinfer", **settings):
 @pytest.mark.parametrize("name", ["flashinfer", "triton+flashinfer"])
 def test_engines_replay_everything_and_wait_for_nothing(name, shape, prefill_graph):
     engine = engine_of(shape, name, prefill_graph=prefill_graph, compiler="eager")
-    engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may wait
+    engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may synchronise
     forbid_waits(engine._core.launcher, "round")
     with counted_compiles() as compiled:
         out = engine.generate(ragged_prompts(), max_new_tokens=24)
@@ -315,7 +315,7 @@ def test_a_round_is_one_launch():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_texts_differ_from_the_torch_backends_at_near_ties_only(shape):
-    """16 bits: the first token that differs must be one between which the model itself hardly decides."""
+    """In 16 bits: the first differing token must be one between which the model itself barely decides."""
     texts, prompts = {}, ragged_prompts()
     for name in ("flashinfer", "torch"):
         engine = engine_of(shape, name)

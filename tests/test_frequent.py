@@ -1,4 +1,4 @@
-"""The most frequent tokens of texts, which a draft may be left with."""
+"""The most frequent tokens of texts, to which a draft may be restricted."""
 
 import json
 
@@ -21,7 +21,7 @@ def tokenizer():
 def test_special_ones_then_frequent_ones_then_the_lowest(tokenizer):
     texts = ["w7 w9 w7", "w9 w7 w20 w4 w20"]
     assert frequent_ids(tokenizer, texts, 3) == [1, 7, 29]
-    assert frequent_ids(tokenizer, iter(texts), 5) == [1, 7, 9, 20, 29]  # as often: the lower one first
+    assert frequent_ids(tokenizer, iter(texts), 5) == [1, 7, 9, 20, 29]  # equal counts: lower ids first
     assert frequent_ids(tokenizer, "".join(f"{text} " for text in texts), 3) == [1, 7, 29]  # one text, not its letters
     assert frequent_ids(tokenizer, texts, 8) == [0, 1, 2, 4, 7, 9, 20, 29]
     assert frequent_ids(tokenizer, [], 4) == [0, 1, 2, 29]
