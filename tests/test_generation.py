@@ -1,4 +1,4 @@
-"""Every setting of `GenerationConfig` is honoured, harmless or refused by name: none is dropped."""
+"""Every setting of `GenerationConfig` is honoured, harmless or refused by name: none is ignored."""
 
 import inspect
 import re
@@ -79,11 +79,11 @@ def test_the_page_of_settings_names_them_all():
 
 
 def test_harmless_settings_never_reach_the_logits():
-    """What `transformers` makes processors of, as its own function says, is honoured or refused."""
+    """Settings for which `transformers` creates processors, by its own source, are honoured or refused."""
     source = inspect.getsource(GenerationMixin._get_logits_processor)
     used = set(re.findall(r"generation_config\.(\w+)", source)) & vars(GenerationConfig()).keys()
     assert len(used) > 20
-    # A softmax of log-probabilities is that of the logits; the cache is that of a second forward, for guidance.
+    # A softmax of log-probabilities equals that of the logits; the cache is for guidance's second forward.
     assert used & HARMLESS == {"renormalize_logits", "use_cache"}
 
 
@@ -100,7 +100,7 @@ def test_what_is_not_honoured_is_refused_by_name(engine, model, name, whose):
             setattr(model.generation_config, name, value)
         with pytest.raises(ValueError, match=f"{name}=.*would change the text"):
             engine.generate([[3]], max_new_tokens=1, **options)
-        if whose == "model":  # and the way out that the message names
+        if whose == "model":  # and the fix that the message names
             engine.generate([[3]], max_new_tokens=1, **options, **{name: None})
     finally:
         vars(model.generation_config).clear()
@@ -138,7 +138,7 @@ def test_sampling_is_as_in_transformers():
     assert greedy.is_greedy and greedy.top_p == 1.0
     shipped = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
     law = settings_of(shipped).params(3)
-    assert (law.temperature, law.top_p, law.top_k) == (0.6, 0.9, 50)  # 50 is what transformers adds
+    assert (law.temperature, law.top_p, law.top_k) == (0.6, 0.9, 50)  # transformers adds 50
     assert settings_of(shipped, {"temperature": 0.3}).params(3).temperature == 0.3
     assert settings_of(shipped, {"temperature": 0.3}, temperature=0.2, top_k=None).params(3).top_k == 0
     assert settings_of(shipped, do_sample=False).params(3).is_greedy
@@ -160,7 +160,7 @@ def test_sampling_is_as_in_transformers():
         {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0},
         {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "typical_p": 1.0, "epsilon_cutoff": 0.0},
         {"do_sample": None, "temperature": None, "top_k": None},
-        {"temperature": 0, "top_p": 0.9, "top_k": 3},  # the best token passes
+        {"temperature": 0, "top_p": 0.9, "top_k": 3},  # the best token passes all filters
         {"temperature": 0.0, "do_sample": False},
         {"num_beams": 1, "length_penalty": 1.0, "num_return_sequences": 1, "suppress_tokens": [], "logit_bias": {}},
     ],
@@ -216,7 +216,7 @@ def test_eos_ids_of_the_call(engine, model):
 
 
 def test_eos_of_the_models_config_may_lie_past_its_vocabulary(engine, model, monkeypatch):
-    """As in a small GPT2Config that keeps the default, 50256: `generate` never meets it."""
+    """As in a small GPT2Config with the default, 50256: `generate` never emits it."""
     monkeypatch.setattr(model.generation_config, "eos_token_id", [2, 50256])
     ids = torch.tensor([[3, 4]], device=model.device)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)[0, 2:].tolist()
@@ -246,7 +246,7 @@ def test_other_seeds_share_no_sample(engine):
         7,
         2297865989351888797,
         6372480499010599578,
-    )  # on every machine
+    )  # the same on every machine
 
 
 def test_one_law_is_said_in_one_place(engine):
@@ -256,7 +256,7 @@ def test_one_law_is_said_in_one_place(engine):
 
 
 def test_a_mistake_leaves_alone_what_runs(engine):
-    """Another caller's request is running, and goes on as if nothing had been."""
+    """Another caller's running request continues unaffected."""
     expected = engine.generate([[3, 4]], max_new_tokens=12).tokens
     running = engine.submit([[3, 4]], max_new_tokens=12)
     engine.step()
@@ -280,7 +280,7 @@ def test_refusals_tell_the_way_out():
 
 
 class Letters:
-    """A tokenizer of one letter a token, whose token 98 is special: it never becomes text."""
+    """A tokenizer with one letter per token; token 98 is special: it never becomes text."""
 
     all_special_tokens, all_special_ids = ["<end>"], [98]
 

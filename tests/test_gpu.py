@@ -1,4 +1,4 @@
-"""What only a GPU can show: the same text on CUDA in fp32 and bf16, and a round that never waits for the host."""
+"""What only a GPU can show: the same text on CUDA in fp32 and bf16, and rounds that never synchronise."""
 
 import gc
 import os
@@ -37,7 +37,7 @@ def test_fp32_equals_generate(name):
         assert engine.generate(prompts, max_new_tokens=24).tokens == expected, config
         engine.check_integrity()
         runners = engine.report().runners
-        in_parts = {"target_prefill", "draft_prefill", "first_token", "draft_begin"}  # whole graphs did all of that
+        in_parts = {"target_prefill", "draft_prefill", "first_token", "draft_begin"}  # done by whole graphs
         assert all(runners[what]["replays"] for what in runners.keys() - in_parts)
         engine.detach()
 
@@ -60,7 +60,7 @@ def test_a_round_never_waits_for_the_host(config, temperature):
     engine = specdec.attach(model, random_head(model).cuda(), strict=True, **config)
     if config is AUTO:
         vary(engine)
-    engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may wait
+    engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may synchronise
     forbid_waits(engine._core.launcher, "round")
     law = specdec.SamplingParams(temperature=temperature)
     engine.generate(ragged_prompts(), max_new_tokens=24, sampling=law)
@@ -69,12 +69,12 @@ def test_a_round_never_waits_for_the_host(config, temperature):
 @pytest.mark.parametrize("config", [*CONFIGS, AUTO], ids=["plain", "chain", "tree", "auto"])
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])
 def test_nothing_is_compiled_on_live_traffic(config, name):
-    """Attaching warms every kernel up; lengths, batches and samplings add none."""
+    """Attaching warms up every kernel; lengths, batches and sampling settings add none."""
     model, prompts = tiny_model(name).cuda(), ragged_prompts()
     head = random_head(model).cuda() if config else None
     laws = [specdec.SamplingParams(temperature=0.9), specdec.SamplingParams()]
     with counted_compiles() as warm:
-        _attention_kernel.device_caches.clear()  # whatever other tests have compiled: the counter must see something
+        _attention_kernel.device_caches.clear()  # drop what other tests have compiled: the counter must see some
         engine = specdec.attach(model, head, max_batch=5, max_seq_len=512, **(config or {}))
     if config is AUTO:
         vary(engine)
@@ -87,7 +87,7 @@ def test_nothing_is_compiled_on_live_traffic(config, name):
 
 
 def test_a_round_is_one_launch():
-    """Counted by the profiler: one graph and no kernel a round."""
+    """The profiler counts one graph and no kernel per round."""
     model, num_rounds = tiny_model("llama").cuda(), 12
     engine = specdec.attach(model, random_head(model).cuda(), num_steps=3, max_batch=2)
     engine.submit(ragged_prompts()[:2], max_new_tokens=100, ignore_eos=True)
@@ -108,7 +108,7 @@ def test_out_of_memory_at_capture_leaves_an_eager_engine():
     expected = [greedy(model, p, 12) for p in prompts]
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
-    # Room for pools, state by row (20 KiB each) and small batches, none for the logits of 4096 requests.
+    # Room for pools, row states (20 KiB each) and small batches, but not for the logits of 4096 requests.
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (180 << 20)) / total)
     try:
         with pytest.warns(UserWarning, match=r"no graph for round of 4096 .*lower max_batch"):
@@ -131,7 +131,7 @@ def test_detach_gives_the_memory_back():
     model = tiny_model("llama").cuda()
     head = random_head(model).cuda()
     greedy(model, [5, 6, 7], 4)
-    gc.collect()  # what a test that failed before has left
+    gc.collect()  # left by a test that failed before
     torch._C._cuda_clearCublasWorkspaces()  # attaching drops them
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -1,5 +1,5 @@
-"""Grammars: masks of every node by its own path, greedy text equal to plain constrained decoding, sampled text of its
-law, forced tokens as drafts, dead ends and mistakes."""
+"""Grammars: masks of every node by its own path, greedy text equal to plain constrained decoding, the distribution of
+sampled text, forced tokens as drafts, dead ends and mistakes."""
 
 import itertools
 import json
@@ -62,7 +62,7 @@ def engine_of(model, algo, shape, grammar="llguidance", **settings):
 
 @pytest.fixture(scope="module")
 def texts(model, compiler):
-    """Plain constrained decoding of every grammar and prompt."""
+    """Texts of plain constrained decoding for every grammar and prompt."""
     compiled = {name: compiler.compile(grammar) for name, grammar in GRAMMARS.items()}
     return {name: {i: plain_text(model, c, PROMPTS[i], 28) for i in (0, 2)} for name, c in compiled.items()}
 
@@ -111,7 +111,7 @@ def test_xgrammar_does_the_same(model, shape):
 
 @pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.matrix)], ids=["chain", "tree"])
 def test_sampled_text_has_the_constrained_law(model, compiler, shape):
-    """The second token given the first: chi-square over the seeds; q of a chain is the draft's own."""
+    """Chi-square test over the seeds of the second token, given the first; a chain's q is that of the draft itself."""
     grammar, prompt, params = Grammar(regex="[a-d]{2,4}[0-3]"), PROMPTS[0], SamplingParams(temperature=1.0, seed=0)
     engine = engine_of(model, "eagle3", shape, graph_sampling="sampled", cuda_graph=None, max_batch=60, max_seq_len=16)
     law = {"max_new_tokens": 2, "sampling": params, "grammar": engine.compile_grammar(grammar)}
@@ -164,7 +164,7 @@ def test_graphs_of_constrained_rounds_in_bf16_say_what_plain_decoding_says(shape
 
 
 def test_forced_tokens_are_drafted_without_a_model(model):
-    """A text of one word only costs a round for every path of the draft, whatever that proposes."""
+    """A single possible text takes one round per path of the draft, whatever the draft proposes."""
     grammar = Grammar(regex="zqxjkvbpzqxj")
     for algo, shape in (("eagle3", CHAIN), ("eagle3", TREE)):
         engine = engine_of(model, algo, shape, cuda_graph=None)
@@ -197,7 +197,7 @@ def test_forced_tokens_of_an_earlier_batch_are_forgotten():
 
 
 def test_first_tokens_of_prompts_that_are_prefilled_ahead_have_masks(model, texts):
-    """18 come, where 16 decode without a draft, so that a round has a mask a request."""
+    """18 requests, of which 16 decode without a draft, so that a round has one mask per request."""
     engine = engine_of(model, None, {}, cuda_graph=None, max_batch=16, graph_batches=(16,))
     out = engine.generate([PROMPTS[0], PROMPTS[2]] * 9, max_new_tokens=28, grammar=GRAMMARS["json"])
     assert out.tokens == [texts["json"][0], texts["json"][2]] * 9
@@ -206,7 +206,7 @@ def test_first_tokens_of_prompts_that_are_prefilled_ahead_have_masks(model, text
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_preempted_requests_go_on_within_their_grammars(model, texts, monkeypatch, lag):
-    """Their prompts and texts are prefilled again; what their matchers have followed stays."""
+    """Their prompts and texts are prefilled again; their matchers keep their state."""
     monkeypatch.setattr("specdec.core.engine.scheduler.GROWTH", 8)
     engine = engine_of(model, "eagle3", CHAIN, cuda_graph=None)
     free = engine.generate(PROMPTS[1], max_new_tokens=28).tokens[0]
@@ -221,7 +221,7 @@ def test_preempted_requests_go_on_within_their_grammars(model, texts, monkeypatc
 
 
 def test_masks_of_a_tree_follow_each_path(compiler):
-    """fill_tree against a fresh matcher for every node."""
+    """Compare fill_tree with a fresh matcher for every node."""
     compiled = compiler.compile(Grammar(regex="a(b|c)[0-9]x|d+"))
     constraint = Constraint(compiled.matcher(), {EOS}, compiler.eos_ids, NUM_WORDS)
     words, parents = ["?", "a", "d", "b", "c", "z", "7", "x", "d"], [0, 0, 0, 1, 1, 1, 4, 6, 2]
@@ -269,7 +269,7 @@ def test_masks_for_greedy_choices_choose_what_those_of_all_nodes_do(compiler):
 
 
 def test_greedy_choices_are_those_of_masks_where_text_is_forced(compiler):
-    """Masks have it in its usual tokens; the library would accept others."""
+    """Masks have its usual tokens; the library would accept others."""
     matcher, mask = compiler.compile(GRAMMARS["json"]).matcher(), np.zeros(VOCAB // 32, np.int32)
     spelled, usual = TOKENIZER.convert_tokens_to_ids(list('{"name')), matcher.forced()
     for tokens, allowed in ((spelled, 0), (usual, len(usual)), ([*usual[:1], *spelled[2:]], 1)):
@@ -287,7 +287,7 @@ def test_greedy_choices_are_those_of_masks_where_text_is_forced(compiler):
 
 
 def test_tokens_that_no_mask_chose_are_checked(compiler):
-    """Up to the first that masks forbid, EOS included; the rounds after that have masks."""
+    """Up to the first forbidden token, EOS included; later rounds have masks."""
 
     def after(regex, text, eos=()):
         constraint = Constraint(compiler.compile(Grammar(regex=regex)).matcher(), {EOS}, compiler.eos_ids, NUM_WORDS)
@@ -317,7 +317,7 @@ def test_tokens_that_no_mask_chose_are_checked(compiler):
 
 
 def test_what_the_target_would_choose_without_masks_decides_whether_it_is_trusted(compiler):
-    """A target that is wrong in a third of its rounds is not trusted again and again; one that was wrong is."""
+    """A target that is wrong in a third of its rounds is not trusted repeatedly; one that no longer is wrong is."""
     compiled, a, wrong = compiler.compile(Grammar(regex="[a-c]{200}")), *TOKENIZER.encode("ad")
     rng, masks = random.Random(0), np.full((2, NUM_WORDS), -1, np.int32)
     constraint, num_undone = Constraint(compiled.matcher(), {EOS}, compiler.eos_ids, NUM_WORDS), 0
@@ -326,7 +326,7 @@ def test_what_the_target_would_choose_without_masks_decides_whether_it_is_truste
         if constraint.is_trusted:
             num_undone += constraint.advance([chosen], is_masked=False) == 0
         else:
-            constraint.fill_chain([0, a], masks, np.array([chosen, wrong]))  # of the last node nothing is emitted
+            constraint.fill_chain([0, a], masks, np.array([chosen, wrong]))  # the last node emits nothing
             assert constraint.advance([a]) == 1
     assert num_undone < 5 and constraint.is_trusted
 
@@ -334,7 +334,7 @@ def test_what_the_target_would_choose_without_masks_decides_whether_it_is_truste
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.matrix)], ids=["chain", "tree"])
 def test_greedy_text_is_that_of_masks_where_rounds_went_without(model, compiler, shape, lag):
-    """Requests are taken back to before a forbidden token, also while the round behind it runs."""
+    """Requests are rolled back to before a forbidden token, also while the next round runs."""
     engine = engine_of(model, "eagle3", shape)
     engine._core._lag = lag
     for grammar in (GRAMMARS["json"], Grammar(regex='[a-zA-Z0-9{}:, "]+')):
@@ -371,7 +371,7 @@ def test_forced_tokens_follow_what_is_emitted(compiler):
 
 
 class Mark:
-    """An event of a device that waits a ms for the host, or not at all."""
+    """A device event that waits a ms for the host, or not at all."""
 
     def __init__(self, is_late):
         self.query = lambda: is_late
@@ -384,7 +384,7 @@ class Mark:
 
 
 def test_choices_of_a_round_are_there_until_its_results_are_read():
-    """Which may be while the next round's choices are copied."""
+    """They may be read while the next round's choices are copied."""
 
     class Keeps:
         def __init__(self):
@@ -404,14 +404,14 @@ def test_choices_of_a_round_are_there_until_its_results_are_read():
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("is_late", [True, False], ids=["late", "early"])
 def test_a_host_that_is_late_or_early_changes_no_text(model, texts, shape, is_late):
-    """Where a device waits for guides, some rounds have none; their results are read as the target verifies."""
+    """If a device waits for guides, some rounds have none; their results are read while the target verifies."""
     engine = engine_of(model, "eagle3", shape)
     feed, updated, advised = engine._core.launcher.feed, [], []
     update, advise = feed.update, feed._advise
     feed.update = lambda num_steps: updated.append(num_steps) or update(num_steps)
     feed._advise = lambda num_steps: advised.append(num_steps) or advise(num_steps)
     feed._marks = [Mark(is_late) for _ in range(4)]
-    feed._has_choices, known = Mark(is_late), itertools.cycle([False, is_late])  # never, or in the midst of a batch
+    feed._has_choices, known = Mark(is_late), itertools.cycle([False, is_late])  # never, or during a batch
     feed._has_choices.query = lambda: next(known)
     for name, grammar in GRAMMARS.items():
         out = engine.generate([PROMPTS[i] for i in texts[name]], max_new_tokens=28, grammar=grammar)
@@ -435,7 +435,7 @@ def test_rounds_without_a_guide_end_where_text_is_forced(model):
 @pytest.mark.parametrize("is_guided", [False, True])
 @pytest.mark.parametrize("eos", [{EOS}, {EOS, 40}], ids=["own", "foreign"])
 def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compiler, eos, is_guided):
-    """Texts that go on, end, and are forbidden; other EOS ids; where the draft's guide has one of the masks."""
+    """Texts that continue, end, and are forbidden; other EOS ids; a draft's guide that has one of the masks."""
     width = 4
     words = {
         "a": [["b", "7", "x"], ["c", "z", "x"], []],
@@ -464,7 +464,7 @@ def test_masks_of_a_chain_are_those_of_a_tree_and_leave_the_matcher_ahead(compil
 
 @pytest.mark.parametrize("is_forced_first", [False, True])
 def test_masks_are_those_of_the_text_where_another_path_was_left(is_forced_first):
-    """llguidance 1.9.1 gives out the mask of the path that was left, here of "[[]", which forbids "],"."""
+    """llguidance 1.9.1 returns the mask of the path that was left, here of "[[]", which forbids "],"."""
     tokenizer = tiny_tokenizer(("]", "]"), ("]", ","))
     row = {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}
     schema = {"type": "array", "items": row, "minItems": 1, "maxItems": 3}
@@ -493,7 +493,7 @@ def test_masks_are_those_of_the_text_where_another_path_was_left(is_forced_first
 
 @pytest.mark.parametrize("kind", ["gemma", "llama2", "metaspace"])
 def test_tokens_of_sentencepiece_spell_what_is_forced(kind):
-    """No space before it, whatever the tokenizer puts before a text; characters that it lacks are bytes."""
+    """No space before it, whatever the tokenizer prepends to a text; missing characters become bytes."""
     tokenizer = spm_tokenizer(kind)
     size = len(tokenizer) + 3  # a model may have more ids
     vocabulary = Vocabulary.of(tokenizer, size, frozenset([EOS]))
@@ -507,7 +507,7 @@ def test_tokens_of_sentencepiece_spell_what_is_forced(kind):
 
 
 def test_forced_tokens_are_the_librarys_and_each_text_is_encoded_once(monkeypatch):
-    """At every place of random texts; where the library knows of no forced bytes, it is not asked for tokens."""
+    """At every position of random texts; where the library forces no bytes, it is not asked for tokens."""
     encode, encoded, rng = _Encoder.__call__, [], random.Random(0)
     monkeypatch.setattr(_Encoder, "__call__", lambda self, text: encoded.append(text) or encode(self, text))
     compiler, mask = (
@@ -530,7 +530,7 @@ def test_forced_tokens_are_the_librarys_and_each_text_is_encoded_once(monkeypatc
 
 
 def test_what_is_forced_at_the_beginning_is_read_once_for_all_texts(compiler):
-    """Also by texts that leave it, and come back to it or not; tokens that spell it otherwise leave it, too."""
+    """Also for texts that leave it, and return to it or not; tokens that spell it otherwise leave it too."""
     library, rng = pytest.importorskip("specdec.reach.grammars.llguidance"), random.Random(0)
     compiled = compiler.compile(Grammar(json={**SCHEMA, "description": "of this test alone"}))
     lone = library.LLGMatcher(compiled.matcher().library, None)
@@ -602,7 +602,7 @@ def test_forced_tokens_take_a_path_of_distinct_siblings():
 
 
 def test_a_dead_end_ends_its_request_with_a_reason(model):
-    """Bytes that no token of the vocabulary can write."""
+    """Bytes that no token of the vocabulary has."""
     engine = engine_of(model, "eagle3", CHAIN, cuda_graph=None)
     with pytest.warns(UserWarning, match=r"ended after \d tokens: its grammar allows no token after this text"):
         out = engine.generate(PROMPTS[:2], max_new_tokens=8, grammar=[Grammar(regex="zé"), None])
@@ -676,7 +676,7 @@ def test_mistakes_are_named(compiler, grammar, message):
 
 
 def test_special_tokens_can_be_named_and_their_names_spelled(compiler):
-    """In Lark by name; where JSON or a choice forces the name, it is text like any other."""
+    """By name in Lark; where JSON or a choice forces the name, it is ordinary text."""
     mask = np.zeros(NUM_WORDS, np.int32)
     matcher = compiler.compile(Grammar(lark='start: <pad> "a"')).matcher()
     assert matcher.fill(mask) and [t for t in range(VOCAB) if is_allowed(mask, t)] == [0] and matcher.accept(0)
@@ -688,7 +688,7 @@ def test_special_tokens_can_be_named_and_their_names_spelled(compiler):
 
 
 def next_after(compiler, grammar, text):
-    """The tokens that may follow `text`."""
+    """Return the tokens that may follow `text`."""
     *_, mask = masks_after(compiler.compile(Grammar.of(grammar)), TOKENIZER.encode(text))
     return [TOKENIZER.decode([token]) for token in range(VOCAB) if is_allowed(mask.numpy(), token)]
 
@@ -731,7 +731,7 @@ def test_as_many_choices_as_there_may_be(compiler):
 
 
 def test_hostile_grammars_end_a_process_of_their_own():
-    """An intersection of patterns that never comes to an end, and rules that overflow the stack."""
+    """An intersection of patterns that never ends, and rules that overflow the stack."""
     trials = trial.Trials("llguidance", WORDS, seconds=0.4)
     patterns = {"allOf": [{"type": "string", "pattern": f".*a{{{i}}}.*b.*"} for i in range(20)]}
     rules = "\n".join(f'r{i}: "a{i}" r{(i + 1) % 6000}?' for i in range(6000))
@@ -752,7 +752,7 @@ def test_a_file_of_the_caller_is_not_taken_for_a_module_of_python(tmp_path, monk
 
 @pytest.mark.parametrize("lacking", ["jsonschema", "version"])
 def test_a_library_that_is_missing_or_too_old_is_named(lacking, monkeypatch):
-    """Its process that tries grammars would end without a word, or its constructor raise a TypeError."""
+    """Else the process that tries grammars would end silently, or its constructor raise a TypeError."""
     if lacking == "version":
         monkeypatch.setattr(
             compiling.importlib.metadata, "version", lambda name: "1.6.1" if name == "llguidance" else "9"
@@ -849,7 +849,7 @@ def test_the_bench_command_writes_what_it_checked_and_what_it_timed(tmp_path, ca
 
 
 def test_masks_of_strings_of_a_length_are_those_of_single_tokens():
-    """Sets of tokens that the library takes in one go change no mask."""
+    """Sets of tokens that the library handles at once change no mask."""
     library = open_library("llguidance", Vocabulary.of(TOKENIZER, VOCAB, frozenset([EOS])))
     grammars = [Grammar(json={"type": "string", "maxLength": most}) for most in (2, 5, 12, 40)]
     lens, text, masks = (1, 2, 3, 5), TOKENIZER.encode('"agename 12 true'), []

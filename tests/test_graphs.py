@@ -39,7 +39,7 @@ class Out(NamedTuple):
 
 
 class Toy:
-    """A body with state of its own: `seen` keeps the inputs of the last run, padding included."""
+    """A body with state: `seen` keeps the inputs of the last run, padding included."""
 
     def __init__(self, counters, device=DEVICE):
         self.seen = torch.zeros(16, 3, device=device)
@@ -277,7 +277,7 @@ def test_eager_captures_nothing_and_pads_nothing():
 
 
 def failing(error, sizes, phase_runs):
-    """A body that raises `error` at `sizes`, in the run of that number at each size."""
+    """Return a body that raises `error` at `sizes`, in its run number `phase_runs` at each size."""
     runs = {}
 
     def body(variant, x):
@@ -351,7 +351,7 @@ def test_an_error_in_a_replay_leaves_the_runner_usable():
 
 @pytest.mark.gpu
 def test_a_host_read_in_a_capture_spoils_nothing_else():
-    """CUDA breaks the capture off; the pool, the other runner and the next engine go on."""
+    """CUDA aborts the capture; the pool, the other runner and the next engine stay usable."""
 
     def reads(variant, x):
         return x * 2 if float(x.sum()) > -1e9 else x
@@ -373,7 +373,7 @@ def test_a_host_read_in_a_capture_spoils_nothing_else():
 
 @pytest.mark.gpu
 def test_bodies_share_a_beginning():
-    """It is captured once a size; both bodies go on from its results."""
+    """It is captured once per size; both bodies continue from its results."""
     begun, capture = [], pick_capture(True, DEVICE)
 
     def body(variant, x):
@@ -407,7 +407,7 @@ def test_rank_0_alone_shows_a_bar(monkeypatch, rank):
 
 
 def test_inputs_of_batches_that_run_eagerly_are_checked_too():
-    """A row for five would be broadcast."""
+    """One row for five would be broadcast."""
     capture = RecordedCapture()
     inputs = [BufferSpec(name, lambda n: (n, 4), torch.float32, pad=0) for name in ("x", "y")]
     setup = Setup(capture, Counters(), torch.device("cpu"), buckets=(2,))

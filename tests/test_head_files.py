@@ -1,4 +1,4 @@
-"""Which layout a folder is in, what saving writes, and what a strict loader refuses, with the reason it gives."""
+"""The layout of a folder, what saving writes, and what a strict loader refuses, with its reasons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdec.reach.heads.nextn import NextNConfig, NextNHead
 from tests import layout_models as lm
 from tests.layout_heads import CPU, DEEPSEEK_NORMS, LLAMA3, MIMO_NORMS, combine_tensors, load, shape_of, target, under
 
-# ---- what is told and picked
+# ---- layouts that are recognised
 
 
 def test_layouts_are_told_by_tensors(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_layouts_are_told_by_tensors(tmp_path: Path) -> None:
     whole = {"model.embed_tokens.weight": torch.ones(2, 2), "model.layers.0.mlp.gate_proj.weight": torch.ones(2)}
     at = f"model.layers.{lm.LAYERS}"
     mtp = under(at, combine_tensors(DEEPSEEK_NORMS) | lm.experts_apart(lm.hf_layer_tensors(model, 90)))
-    plain = lm.write(tmp_path / "eagle3", model.config.to_dict(), whole)  # folders' names say nothing
+    plain = lm.write(tmp_path / "eagle3", model.config.to_dict(), whole)  # folder names make no difference
     both = lm.write(tmp_path / "llama", model.config.to_dict(), {**whole, **mtp})
     assert detect_algo(plain) == "standalone" and inspect(plain).tensors.keys() == whole.keys()
     assert (detect_algo(both), detect_algo(both, "standalone"), detect_algo(both, "eagle")) == (
@@ -97,7 +97,7 @@ def test_a_loaded_head_does_not_lean_on_its_file(tmp_path: Path) -> None:
     tensors = lm.eagle_tensors(fc_bias=False)
     head = load(lm.write(tmp_path, lm.eagle_config(bias=False), tensors))
     file = tmp_path / "model.safetensors"
-    with file.open("r+b") as handle:  # in place: what maps the file would see it
+    with file.open("r+b") as handle:  # in place: a process that maps the file would see it
         handle.seek(file.stat().st_size // 2)
         handle.write(b"\xff" * (file.stat().st_size // 2))
     assert all(torch.equal(tensors[name], p) for name, p in head.state_dict().items())
@@ -107,7 +107,7 @@ def test_a_loaded_head_does_not_lean_on_its_file(tmp_path: Path) -> None:
 
 
 def heads_to_save() -> dict[str, tuple[str, DraftHead]]:
-    """(family, head) by what is special about it."""
+    """Return (family, head) by its special feature."""
     layer = LayerConfig(lm.HIDDEN, lm.MLP, lm.HEADS, lm.KV_HEADS, lm.DIM, rope_theta=5e5)
     window = dataclasses.replace(layer, qk_norm=True, window=4, rope_scaling=LLAMA3)
     eagle3 = Eagle3Config(layer, lm.HIDDEN, lm.VOCAB, 40, (0, 3, 6))
@@ -142,7 +142,7 @@ def test_what_is_saved_loads_as_it_was(tmp_path: Path, what: str) -> None:
         head.set_hot_vocab(lm.hot_ids(40))
     save_head(tmp_path, head, dtype=torch.float32)
     if isinstance(head, NextNHead):
-        assert not any("gate_up_proj" in name for name in inspect(tmp_path).tensors)  # one tensor an expert
+        assert not any("gate_up_proj" in name for name in inspect(tmp_path).tensors)  # one tensor per expert
     back = load(tmp_path, family)
     assert back.config == head.config and back.algo == head.algo
     assert list(back.state_dict()) == list(head.state_dict())
@@ -203,7 +203,7 @@ def test_a_crash_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch
 
 
 def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
-    """safetensors refuses them, and readers look for every name: an output head that is the embedding, or its rows."""
+    """safetensors refuses shared ones, and readers need all names: an output head that is the embedding, or its rows."""
     layer, sizes = LayerConfig(lm.HIDDEN, 40, 4, 2, 8), (40, lm.VOCAB)
     configs = [Eagle3Config(layer, lm.HIDDEN, lm.VOCAB, n, (0, 1, 2), own_embedding=True) for n in sizes]
     narrow, wide = map(Eagle3Head, configs)

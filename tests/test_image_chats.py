@@ -1,4 +1,4 @@
-"""Chats with images: through a processor, and over HTTP, where nothing is fetched and limits hold."""
+"""Chats with images: through a processor, and over HTTP, where nothing is fetched and limits apply."""
 
 import base64
 import io
@@ -85,7 +85,7 @@ def test_chats_with_images_are_those_of_the_processor(model, processor):
     with specdec.attach(model, tokenizer=processor, **ON) as engine:
         out = engine.generate([*chats, url], **options)
         assert out.tokens == [*expected, expected[0]] and out.texts[1] == processor.tokenizer.decode(expected[1])
-        assert url[0]["content"][0]["type"] == "image_url"  # the caller's own
+        assert url[0]["content"][0]["type"] == "image_url"  # the caller's object is unchanged
         assert engine.generate(chats[0], **options).tokens == expected[:1]
         assert "".join(engine.stream(chats[0], **options)) == out.texts[0]
         with pytest.raises(ValueError, match="prompt 0: messages: the processor refuses them"):
@@ -105,7 +105,7 @@ def test_templates_that_write_parts_only_get_the_text_without_a_processor_too(mo
 
 
 def test_scores_read_chats_as_generate_does(model):
-    """By the processor's template: its tokenizer may have none."""
+    """With the processor's template: its tokenizer may have none."""
     with specdec.attach(model, tokenizer=make_processor(), **ON) as engine:
         (of_chat,), (of_ids,) = (engine.score(prompt, ["w20 w21"]) for prompt in (chat(), [7, 8, 9]))
         assert of_chat == of_ids
@@ -114,7 +114,7 @@ def test_scores_read_chats_as_generate_does(model):
 
 
 def test_a_server_turns_images_upright_and_adds_what_the_processor_adds(model):
-    """By EXIF, as transformers' own loader does; a BOS token that the template does not write."""
+    """By EXIF, as in transformers' own loader; a BOS token that the template does not write."""
     processor, exif, file = make_processor(bos_token="w1"), Image.Exif(), io.BytesIO()
     exif[0x0112] = 6
     picture(4).save(file, "PNG", exif=exif)
@@ -174,7 +174,7 @@ def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch, t
         ):
             refused = served.post({**body, "messages": chat(*images)})
             assert refused.status_code == 400 and told in refused.json()["error"]["message"], refused.text
-        monkeypatch.setattr(ImageOps, "exif_transpose", lambda image: image.getpixel(None))  # as broken EXIF may end
+        monkeypatch.setattr(ImageOps, "exif_transpose", lambda image: image.getpixel(None))  # as broken EXIF may raise
         refused = served.post({**body, "messages": chat(part(data_url(image)))})
         assert refused.status_code == 400 and "no image of a known kind" in refused.json()["error"]["message"]
         served.assert_free()

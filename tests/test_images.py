@@ -1,4 +1,4 @@
-"""Prompts with images: texts are those of the model's own generate, whatever drafts, and however prompts come."""
+"""Prompts with images: texts are those of the model's own generate, with any draft and any way of batching."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ OPTIONS = {"max_new_tokens": 8, "ignore_eos": True, "do_sample": False}
 
 @pytest.fixture(scope="module")
 def models():
-    """Models with two prompts each, one image and another, and what follows those and a text."""
+    """Models with two image prompts each, and the continuations of these and of a text prompt."""
     found = {}
 
     def get(kind):
@@ -57,7 +57,7 @@ def draft_for(model, settings):
 
 
 def batch_of(prompts):
-    """The prompts as one batch, padded on the left."""
+    """Return the prompts as one batch, padded on the left."""
     length, made = max(p["input_ids"].shape[1] for p in prompts), {}
     for name in prompts[0]:
         rows = [p[name] for p in prompts]
@@ -72,7 +72,7 @@ def test_texts_are_those_of_generate(models, kind, way):
     model, (first, second), expected = models(kind)
     settings = dict(WAYS[way])
     with specdec.attach(model, draft_for(model, settings), **ON, **settings) as engine:
-        for _ in range(1 + ("prefix_cache" in settings)):  # then it has them
+        for _ in range(1 + ("prefix_cache" in settings)):  # the second time from the cache
             assert engine.generate([first, TEXT, second], **OPTIONS).tokens == expected
         reasons = engine.report().runners["target_prefill"]["rejects"]
         assert reasons["prompts with images: the live layers read them"] >= 1

@@ -1,4 +1,4 @@
-"""What Inductor compiled is kept between processes; what is damaged, foreign or cannot be written breaks nothing."""
+"""Inductor's compiled code is cached between processes; damaged, foreign or unwritable caches break nothing."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def check(result):
 
 
 def attached():
-    """Texts of a fresh engine, pieces compiled, how many were found, and what the report says."""
+    """Return texts of a new engine, pieces compiled, the number found cached, and the report's text."""
     engine = specdec.attach(tiny_model("llama"), **SETTINGS)
     (traced,) = set(engine._core.target.compiled.values())
     tokens = [engine.generate([p], max_new_tokens=6).tokens[0] for p in PROMPTS]
@@ -64,12 +64,12 @@ def attached():
 
 
 def suspected():
-    """As `attached`, where what was found is not what the live model computes: its code runs, but is wrong."""
+    """Like `attached`, but with cached code that runs and gives wrong results."""
     compare, calls = checked.compare, []
 
     def suspicious(*args):
         calls.append(args)
-        if len(calls) == 1:  # with what was kept
+        if len(calls) == 1:  # with the cached code
             raise specdec.GraphError("compiled, they differ")
         compare(*args)
 
@@ -100,7 +100,7 @@ def test_what_is_kept_serves_every_size_and_is_found_by_its_graph():
     again = traced(x, where)
     assert (again.num_found, again.num_compiled) == (2, 2)
     check(again)
-    assert traced(torch.randn(16, 4), where).num_found == 0  # other sizes, other code
+    assert traced(torch.randn(16, 4), where).num_found == 0  # other sizes need other code
 
 
 DAMAGED = ["*.so", "aotautograd/*/*", "*.py", "fxgraph/*/*/*"]
@@ -138,7 +138,7 @@ def test_other_versions_have_folders_of_their_own(monkeypatch):
 
 
 def keeps_elsewhere(why):
-    """Whether Inductor's folder is another, and a warning says `why`, where pieces are to be kept."""
+    """Return whether Inductor uses another folder, and a warning says `why`, while pieces are cached."""
     where = kept.folder(CPU)
     with (
         pytest.warns(UserWarning, match=f"not cached for later processes: .*{why}.* Set SPECDEC_CACHE"),
@@ -176,7 +176,7 @@ def test_a_folder_of_another_user_is_not_used(monkeypatch):
 
 
 def test_nothing_is_read_as_a_trace(cache, monkeypatch, tmp_path):
-    """Traces were once kept as text, by which a planted file could run a command."""
+    """Traces used to be cached as text, through which a planted file could run a command."""
     node = ["evil", "call_function", "posix:system", ["tuple", [f"touch {tmp_path / 'ran'}"]], ["dict", []]]
     planted = kept.folder(CPU) / "traces" / "of-a-model.json"
     planted.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Prompts of hybrids that begin alike go on from states that were kept: the same text, from less work."""
+"""Prompts of hybrids with a common prefix continue from cached states: the same text, from less work."""
 
 import copy
 import random
@@ -35,7 +35,7 @@ def engine_of(model, algo, **options):
 
 @pytest.mark.parametrize(("name", "algo", "shape"), SUBJECTS, ids=str)
 def test_text_is_that_of_generate(name, algo, shape):
-    """A prompt, the same again, one that parts from it, and another that parts there: it finds what that one kept."""
+    """A prompt, the same again, one that diverges from it, and another that diverges there: it finds that one's state."""
     model = recurrent_model(name).to(DEVICE)
     engine = engine_of(model, algo, page_size=2, **shape)
     stem = prompt_of(30)
@@ -51,7 +51,7 @@ def test_text_is_that_of_generate(name, algo, shape):
         assert out.tokens == [greedy(model, prompt, NUM_TOKENS)]
         found.append(out.requests[0].num_cached)
         engine.check_integrity()
-    assert found == [0, 40, 0, 24]  # of 42, of none at 30 or before, of what the third one has kept at 24
+    assert found == [0, 40, 0, 24]  # of 42; none at 30 or before; the third one's at 24
     assert engine.report().prefix_cache["states"] == 4
     engine.detach()
 
@@ -88,7 +88,7 @@ def test_a_long_text_takes_the_place_of_a_copy_of_its_beginning(monkeypatch):
 
 
 def test_prompts_that_come_together_share_what_they_have_in_common():
-    """The second waits for the first, whose prefill stops where they part."""
+    """The second waits for the first, whose prefill stops where they diverge."""
     model = recurrent_model("qwen3_next").to(DEVICE)
     engine, stem = engine_of(model, None, cuda_graph=False), prompt_of(29)
     prompts = [[*stem, *prompt_of(10 + i, i + 1)] for i in range(4)]

@@ -1,4 +1,4 @@
-"""Kernels compared with their twins at attach: right ones pass with room to spare, wrong ones are named and refused."""
+"""Kernels compared with their twins at attach: correct ones pass with a margin, wrong ones are named and refused."""
 
 import re
 from dataclasses import replace
@@ -40,7 +40,7 @@ BOTH = [FP32, BF16]
 
 @pytest.fixture
 def small(monkeypatch):
-    """Sizes that suit the interpreter, and as many chunks; on a GPU they are those of attach."""
+    """Use sizes that suit the interpreter, with as many chunks; on a GPU keep those of attach."""
     if not ON_GPU:
         monkeypatch.setattr(chunks, "CHUNK", {"head": 16, "key": 16})
         monkeypatch.setattr(recurrent_check, "LONG", dict.fromkeys(chunks.CHUNK, (19, 5)) | {"state": (18, 3)})
@@ -56,7 +56,7 @@ def pool_of(spec, ops, dtype=FP32):
 
 
 def assert_room(checks, share=0.5):
-    """What is measured is far from what is allowed; without TF32, which users switch on."""
+    """Check that errors are far below their limits, without TF32, which users may enable."""
     assert checks
     for check in checks:
         for what, error, limit in check.errors():
@@ -93,7 +93,7 @@ def test_experts_pass(is_transposed, dtype, monkeypatch, small):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*BOTH, torch.float16], ids=str)
 def test_real_sizes_have_room(dtype):
-    """What attach compares for models in use; not a figure of this test is near its limit, on any GPU."""
+    """The checks of attach for models in use: no error here is near its limit, on any GPU."""
     convs = [ConvSpec(8192, 4), ConvSpec(5376, 4)]
     for spec in [*REAL.values(), *convs]:
         pool = StatePool([spec], 1, 1, dtype, DEVICE, recurrent.TRITON_RECURRENT)
@@ -201,7 +201,7 @@ def test_trees_name_their_ancestors(num_words):
 
 @pytest.fixture
 def subjects(monkeypatch, small):
-    """What is checked at attach; bits are compared in test_bits.py: a minute in the interpreter."""
+    """Record what attach checks; bits are compared in test_bits.py, which takes a minute in the interpreter."""
     monkeypatch.setattr("specdec.reach.assembly.assemble.check_bits", lambda core: "equal")
     seen, problems = [], Check.problems
     monkeypatch.setattr(Check, "problems", lambda check: seen.append(check.subject) or problems(check))
@@ -217,7 +217,7 @@ def random_states():
 
 
 def test_attach_checks_all_kernels(subjects, monkeypatch):
-    """Of a target and of a draft that is another model, without moving the user's random numbers."""
+    """Of a target and of a draft that is another model, without changing the user's random state."""
     model, draft = recurrent_model("qwen3_next").to(DEVICE), recurrent_model("lfm2").to(DEVICE)
     have_stayed = []
 
@@ -258,7 +258,7 @@ def test_attach_refuses_wrong_kernels(field, monkeypatch, subjects):
 
 
 def test_attach_refuses_wrong_experts(monkeypatch, subjects):
-    """What no backend helps against."""
+    """No backend helps against them."""
     monkeypatch.setattr(experts, "grouped_linear", nudged(experts.grouped_linear.twin))
     with pytest.raises(AttachError, match=r"experts \[4, 48, 32\]: grouped_linear of .*whatever the backend") as caught:
         model, settings = recurrent_model("qwen3_next").to(DEVICE), {"max_seq_len": 64, "check_kernels": True}
@@ -298,7 +298,7 @@ def test_nothing_is_checked_unless_it_is_wanted(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*inv_freq is in low precision")
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 def test_attach_checks_on_a_gpu(dtype, monkeypatch):
-    """All kernels are right, the engine works, and next to no memory stays."""
+    """All kernels are right, the engine works, and almost no memory stays allocated."""
     seen, problems = [], Check.problems
     monkeypatch.setattr(Check, "problems", lambda check: seen.append(check.subject) or problems(check))
     peaks = []

@@ -49,7 +49,7 @@ EXPANDED = HEADS * (KEYS + ROTARY + VALUES)
 
 
 def slot_size(engine):
-    """Elements that a slot of a layer holds, of all alike; `report` tells whether they are latents."""
+    """Return the elements per slot, equal in all layers; `report` says whether they are latents."""
     (size,) = {shape.slot_size for shape in engine._core.context.pool.layers}
     assert (size != EXPANDED) == bool(engine.report().latents) == ("layers of latents" in str(engine.report()))
     return size
@@ -94,7 +94,7 @@ def test_latents_are_expanded_where_that_is_asked_for():
 
 
 def test_latents_are_expanded_where_requests_choose_adapters(tmp_path):
-    """Which may adapt what would expand them, each row by its own."""
+    """Adapters may change what would expand the latents, a different one for each row."""
     peft = pytest.importorskip("peft")
     model = latent_model("minicpm3")
     config = peft.LoraConfig(r=4, lora_alpha=400, target_modules=["kv_b_proj"], init_lora_weights=False)
@@ -153,7 +153,7 @@ def random(*shape, dtype=torch.bfloat16, seed=0):
 def test_products_equal_their_twins_and_rows_alone_equal_rows_together(sizes, dtype):
     num_rows, heads, keys, rotary, rank, values = sizes
     weight = random(heads * (keys + values), rank, dtype=dtype)
-    q = random(heads, num_rows, keys + rotary, dtype=dtype, seed=1).transpose(0, 1)  # as modules have it
+    q = random(heads, num_rows, keys + rotary, dtype=dtype, seed=1).transpose(0, 1)  # as in modules
     x = random(num_rows, heads, rank, dtype=dtype, seed=2)
     for ours, twin, given, number in (
         (kernels.latent_queries, ops.latent_queries.twin, q, rotary),
@@ -180,7 +180,7 @@ def test_bits_of_a_row_are_its_own_at_the_sizes_of_glm_flash(num_rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [{"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 8}])
 def test_bits_of_a_model_do_not_depend_on_what_ran_beside(shape):
-    """Prefills, plain steps, chains and trees, at the ranks of GLM-Flash, in layers that are compiled."""
+    """Prefills, plain steps, chains and trees, at GLM-Flash's ranks, in compiled layers."""
     sizes = {"num_attention_heads": 20, "num_key_value_heads": 20, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     sizes |= {"qk_nope_head_dim": 192, "v_head_dim": 256, "max_position_embeddings": 2048}
     model = latent_model("youtu", **sizes).bfloat16()

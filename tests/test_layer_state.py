@@ -1,4 +1,4 @@
-"""State that layers keep between forwards: states by row beside K/V, and latents whose V is a part of K."""
+"""State that layers keep between forwards: per-row states beside K/V, and latents whose V is a part of K."""
 
 from dataclasses import replace
 
@@ -22,9 +22,9 @@ WINDOW = 3
 
 
 class LastTokens(LayerState):
-    """The last tokens that a row has fed in: what a short convolution keeps, on ids.
+    """The last tokens of a row: what a short convolution keeps, here on ids.
 
-    kept [num_rows, WINDOW]: of committed tokens, the newest last; tail [num_rows, 64]: of the nodes of this round.
+    kept [num_rows, WINDOW]: committed tokens, the newest last; tail [num_rows, 64]: the nodes of this round.
     """
 
     def __init__(self, num_rows):
@@ -54,7 +54,7 @@ class LastTokens(LayerState):
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("shape", [{}, {"topk": 3, "num_draft_tokens": 10}], ids=["chain", "tree"])
 def test_a_state_by_row_holds_what_was_committed(monkeypatch, shape, graphs):
-    """Prompts in chunks, paths of every length, rows that are used again."""
+    """Prompts in chunks, paths of every length, rows that are reused."""
     states = []
     monkeypatch.setattr(HFTarget, "row_states", lambda _, n, *rest: states.append(LastTokens(n)) or tuple(states))
     model = tiny_model("llama").to(DEVICE)
@@ -74,9 +74,9 @@ def test_a_state_by_row_holds_what_was_committed(monkeypatch, shape, graphs):
         requests = engine.submit(prompts, max_new_tokens=40, ignore_eos=True)
         for _ in range(12):
             engine.step()
-        core.delivery.read(0)  # what the host has not read yet
+        core.delivery.read(0)  # results that the host has not read yet
         for request in requests:
-            fed = [*request.prompt_ids, *request.tokens][:-1]  # the root comes next
+            fed = [*request.prompt_ids, *request.tokens][:-1]  # the root has not been fed yet
             assert states[0].kept[request.row].tolist() == fed[-WINDOW:]
             lens |= set(request.round_lens)
         engine.abandon(requests)
@@ -91,7 +91,7 @@ APART = LayerSpec(num_heads=4, num_kv_heads=1, qk_dim=24, v_dim=16, scaling=0.2)
 
 
 def test_a_latent_is_stored_once_and_attends_as_k_and_v_do():
-    """A prefill, a verify of a tree, the commit of a path: with one plane as with two."""
+    """A prefill, a verify of a tree, the commit of a path: the same with one plane as with two."""
     generator = torch.Generator().manual_seed(0)
     outs, pools = [], []
     inputs = [[torch.randn(n, h, 24, generator=generator) for h in (4, 1)] for n in (9, 8)]

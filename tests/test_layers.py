@@ -1,4 +1,4 @@
-"""Layers that are equal but for their weights are walked once by Dynamo; others one by one."""
+"""Dynamo traces equal layers, which differ only in their weights, once; others one by one."""
 
 import gc
 import weakref
@@ -44,14 +44,14 @@ class Stack(torch.nn.Module):
 
 @pytest.fixture
 def walks(monkeypatch):
-    """An entry for every layer that Dynamo walks alone."""
+    """The layers that Dynamo traces individually."""
     seen, live = [], equal_layers._walk_layer
     monkeypatch.setattr(equal_layers, "_walk_layer", lambda *args: seen.append(args[0]) or live(*args))
     return seen
 
 
 def traced_layers(model):
-    """Trace a stack of `Layer`; five threefold sines in fp64, since what is joined rounds otherwise."""
+    """Trace a stack of `Layer` in fp64: joined products round differently, and five sines times three amplify that."""
     model, layers = model.double(), Layers(alike(list(model.layers)))
     with layers.recording():
         for num in (16, 7):
@@ -95,12 +95,12 @@ class Keeps(Layer):
 
 @pytest.mark.parametrize("cls", [ByIndex, Keeps])
 def test_layers_that_are_not_equal_are_walked_as_they_are(walks, cls):
-    """They look equal; the graphs of the first and the last tell."""
+    """They look equal; the graphs of the first and the last differ."""
     model = Stack(*[2.0] * 4, cls=cls)
     if cls is Keeps:
         with pytest.raises(
             specdec.GraphError, match="it stores tensors besides its outputs"
-        ):  # the whole is refused, too
+        ):  # the whole is refused too
             traced_layers(model)
     else:
         assert traced_layers(model)[1] == 0
@@ -131,18 +131,18 @@ def test_equal_layers_are_told_by_what_can_be_seen():
 
 
 def test_torch_keeps_nothing_of_a_trace():
-    """It keeps every backend for ever; ours is one function."""
+    """torch keeps every backend for ever; ours is one function."""
     kept = torch._dynamo.eval_frame.cached_backends
     sizes = []
     for _ in range(2):
-        walk(Stack(2.0), (torch.ones(4, 8),), [], (2, 9))  # by Dynamo: it is told of no module
+        walk(Stack(2.0), (torch.ones(4, 8),), [], (2, 9))  # by Dynamo: no module is given
         sizes.append({getattr(b, "compiler_fn", None) for b in kept.values()})
     assert sizes[0] == sizes[1]
     assert any(backend is specdec.graphs.compile.walk._give_back for backend in sizes[0])
 
 
 def test_a_walk_that_fails_keeps_nothing():
-    """torch leaves its error in a cycle with its frames, which hold every caller's variables."""
+    """torch leaves its error in a reference cycle with frames that hold every caller's variables."""
 
     class Caller:
         def walk(self):
@@ -161,7 +161,7 @@ def test_a_walk_that_fails_keeps_nothing():
 
 
 def test_attention_keeps_its_layers():
-    """Equal layers are walked with one id: each call has its own again."""
+    """Equal layers are traced with one id: each call gets its own id back."""
     model = tiny_model("llama")
     engine = specdec.attach(model, compile=True, compiler="eager", max_seq_len=64)
     (traced,) = set(engine._core.target.compiled.values())

@@ -1,4 +1,4 @@
-"""Every checkpoint layout: written by hand as it is described, loaded, and played against plain torch."""
+"""Every checkpoint layout: written by hand to its description, loaded, and compared with plain torch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_eagle3_official(tmp_path: Path) -> None:
     head = load(lm.write(tmp_path, lm.official_config(), tensors))
     features = aux_states()
     agree(head, lm.eagle3_reference(tensors, "midlayer", 10000.0), features, lm.fused(tensors, features), target())
-    assert head.aux_layers == (1, 3, 4)  # the stream after 2, n//2 and n-3 of 8 layers
+    assert head.aux_layers == (1, 3, 4)  # the outputs after 2, n//2 and n-3 of 8 layers
     assert head.hot_ids.tolist() == lm.hot_ids(40).tolist() and int(head.t2d.sum()) == 40
     notes = inspect(tmp_path).notes
     assert "rope theta 10000, the default; config.json does not say" in notes
@@ -87,7 +87,7 @@ def test_eagle3_official(tmp_path: Path) -> None:
 
 
 def test_specforge_export(tmp_path: Path) -> None:
-    """fc_norm, a head_dim of its own, scaled rope, named aux layers; norm_output is no recycling here."""
+    """fc_norm, its own head_dim, scaled rope, named aux layers; norm_output does not mean recycling here."""
     tensors = lm.eagle3_tensors("midlayer", dim=12)
     tensors |= {f"fc_norm.{i}.weight": lm.gain(lm.HIDDEN, 60 + i) for i in range(3)}
     config = lm.official_config(
@@ -168,7 +168,7 @@ def test_a_head_that_scores_all_tokens_needs_no_maps(tmp_path: Path, maps: str) 
 
 
 def test_maps_of_a_head_that_scores_all_tokens_are_followed(tmp_path: Path) -> None:
-    """Draft ids in another order: the rows of the output head go where d2t leads."""
+    """Draft ids in another order: the rows of the output head move to where d2t points."""
     order = torch.randperm(lm.VOCAB, generator=torch.Generator().manual_seed(6))
     tensors = lm.eagle3_tensors("midlayer", dv=lm.VOCAB)
     straight = dict(tensors)
@@ -218,7 +218,7 @@ def test_an_embedding_as_it_was_initialised_is_warned_about(tmp_path: Path) -> N
 
 def test_a_rope_base_that_safeailabs_trainer_ignored_is_noted(tmp_path: Path) -> None:
     head = load(lm.write(tmp_path, lm.official_config(rope_theta=500000.0), lm.eagle3_tensors("midlayer")))
-    assert head.config.layer.rope_theta == 500000.0  # what the file says; the note tells what may be meant
+    assert head.config.layer.rope_theta == 500000.0  # the file's value; the note says what may be meant
     assert "SafeAILab's EAGLE-3 trainer used rope theta 10000 whatever config.json says" in inspect(tmp_path).notes
 
 
@@ -305,7 +305,7 @@ def test_nextn_of_deepseek_and_glm(tmp_path: Path, family: str, experts: str) ->
     config = {**model.config.to_dict(), "num_nextn_predict_layers": 1}
     target_part = {"model.embed_tokens.weight": torch.ones(2, 2), "model.layers.0.mlp.gate.weight": torch.ones(2)}
     folder = lm.write_shards(tmp_path, config, target_part, stored, copies)
-    (folder / "model-00001-of-00003.safetensors").unlink()  # only files that hold the MTP layer are opened
+    (folder / "model-00001-of-00003.safetensors").unlink()  # only files that contain the MTP layer are opened
     head = load(folder, family)
     assert (head.algo, head.embed_tokens, head.lm_head) == ("nextn", None, None)
     names = tuple(f"{at}.{name}" for name in DEEPSEEK_NORMS)
@@ -330,7 +330,7 @@ def test_copies_that_differ_from_the_targets_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 def test_mtp_of_qwen(tmp_path: Path, family: str) -> None:
-    """Norms of 1+w, in the layer and around it."""
+    """Norms multiply by 1+w, in the layer and around it."""
     model = target(family)
     layer = lm.hf_layer_tensors(model, 91)
     names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
@@ -394,7 +394,7 @@ def test_nextn_drafts_what_transformers_mtp_model_drafts(tmp_path: Path) -> None
     model = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
     model._keys_to_ignore_on_load_unexpected = [
         rf"model\.layers\.{lm.LAYERS}\."
-    ]  # where this tiny one has its MTP layer
+    ]  # where this tiny model has its MTP layer
     peer = MtpModel.from_pretrained(model).eval()
     tokens = torch.randint(3, lm.VOCAB, (ROWS + 1,))
     hidden = model.model(tokens[None, :-1]).last_hidden_state

@@ -1,4 +1,4 @@
-"""Products and norms between attention and attention: ops, twins, kernels, and bits that depend on a row alone."""
+"""Products and norms between attention calls: ops, twins, kernels, and bits that depend on a row alone."""
 
 import functools
 import itertools
@@ -82,7 +82,7 @@ def test_an_unknown_activation_is_refused_by_name():
 
 
 def padded(t):
-    """Return `t` at an odd address, with an odd stride: no TMA."""
+    """Copy `t` to an odd address with an odd stride: no TMA."""
     wide = torch.empty(t.shape[0], t.shape[1] + 1 + t.shape[1] % 2, dtype=t.dtype, device=t.device)[
         :, 1 : t.shape[1] + 1
     ]
@@ -223,7 +223,7 @@ def test_products_by_our_kernel_take_rows_of_any_shape(monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Tell whether cuBLAS, and cuBLASLt, have our bits by `agrees`, and note the questions."""
+    """Set whether cuBLAS, and cuBLASLt, have our bits by `agrees`, and record the queries."""
     asked, agrees = [], [True, False]
 
     def answer(num_rows, weight, bias, linear):

@@ -1,4 +1,4 @@
-"""Ways to change a live model, by what engines do then: each cell gives the changed model's text, or a named error."""
+"""Ways to change a live model, and how engines react: each cell gives the changed model's text, or a named error."""
 
 import asyncio
 import copy
@@ -62,7 +62,7 @@ def rescaled(m):
 
 @contextmanager
 def merged_twice(m):
-    """PEFT counts an adapter once; here what is compiled would count it twice."""
+    """PEFT applies an adapter once; here compiled layers would apply it twice."""
     for layer in lora_layers(m):
         layer.active.append("b")
         layer.merge()
@@ -217,7 +217,7 @@ def training(m):
 
 
 FOLLOWED, REFUSED = "", "refused"
-# what the text becomes, then live and baked: followed, or what the error names
+# the change, then for live and for baked layers: followed, or what the error names
 WAYS = {
     "adapter switched": (switched, FOLLOWED, r"up_proj.active \(\['a'\] → \['b'\]\)"),
     "two adapters active": (both_active, FOLLOWED, r"up_proj.active \(\['a'\] → \['a', 'b'\]\)"),
@@ -251,7 +251,7 @@ WAYS = {
     "window": (window_set, r"config.sliding_window \(nothing → 2\)", r"config.sliding_window"),
     "converted": (converted, "lm_head.weight .torch.float32 on (cpu|cuda:0) → torch.float64", "lm_head.weight"),
 }
-# Llama reads no window; what is converted cannot run.
+# Llama reads no window; a converted model cannot run.
 UNCHANGED = {"adapter added", "training mode", "compiled", "window", "converted"}
 CAPTURED = {"cuda_graph": True, "graph_sampling": "greedy", "prefill_graph": "off"}
 MODES = {
@@ -266,7 +266,7 @@ TEXTS = {}
 
 
 def text_of(model):
-    """The model's own text in eval mode."""
+    """Return the model's own text in eval mode."""
     ids, was_training = torch.tensor([PROMPT], device=model.device), model.training
     model.eval()
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
@@ -290,7 +290,7 @@ def attached(request):
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     base = text_of(model)
     engine = specdec.attach(model, max_batch=1, max_seq_len=32, prefix_cache=kept, **MODES[device][mode])
-    engine.generate([PROMPT], max_new_tokens=1)  # what there is to be stale
+    engine.generate([PROMPT], max_new_tokens=1)  # to have something that can become stale
     yield model, engine, base, mode != "live"
     runners = engine.report().runners
     assert any(r["replays"] for r in runners.values()) == (mode == "captured" or (device, mode) == ("cuda", "compiled"))
@@ -344,6 +344,6 @@ def test_autocast_that_the_models_forward_switches_on_later_is_refused_by_name()
     model.forward = own
     assert engine.generate(PROMPT, max_new_tokens=NUM_TOKENS).tokens == before
     engine.detach()
-    model.to(torch.bfloat16).forward = torch.autocast("cpu", torch.bfloat16)(own)  # as the message advises
+    model.to(torch.bfloat16).forward = torch.autocast("cpu", torch.bfloat16)(own)  # the fix that the message names
     with specdec.attach(model, algo="lookup", max_seq_len=64, cuda_graph=False) as engine:
         assert len(engine.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).tokens[0]) == NUM_TOKENS

@@ -29,7 +29,7 @@ def engine_of(model, shape, **settings):
 
 
 def check(model, out, num_top):
-    """Every logprob is that of the token under the model's own logits, and the best are the best."""
+    """Check that logprobs are those of the tokens under the model's own logits, and that the top ones are the best."""
     for request in out.requests:
         text = torch.tensor([request.prompt_ids + request.tokens], device=DEVICE)
         with torch.inference_mode():
@@ -86,7 +86,7 @@ def test_without_the_setting_there_are_none_and_lines_are_short():
 
 def test_they_end_with_the_text_at_a_stop_string():
     class Words:
-        """Token t is the text "<t>"."""
+        """Token t has the text "<t>"."""
 
         all_special_ids: tuple = ()
 
@@ -128,7 +128,7 @@ def test_a_digest_tells_rows_apart_by_any_bit(dtype):
     kind = torch.int32 if dtype == torch.float32 else torch.int16
     for places, by in (([7], 1), ([999], -1), ([3, 4], (1, -1)), ([1, 2, 3, 4], (1, -1, -1, 1))):
         other = rows.clone()
-        other.view(kind)[1, 2, places] += torch.tensor(by, dtype=kind)  # sums of bits that stay the same, too
+        other.view(kind)[1, 2, places] += torch.tensor(by, dtype=kind)  # also changes that keep the sum of the bits
         assert row_digests(other)[1, 2] != whole[1, 2], places
     swapped = rows.clone()
     swapped[0, 0, [5, 6]] = rows[0, 0, [6, 5]]
@@ -137,7 +137,7 @@ def test_a_digest_tells_rows_apart_by_any_bit(dtype):
 
 @pytest.mark.parametrize("shape", ["plain", "tree"])
 def test_digests_are_of_the_logits_that_tokens_were_chosen_from(shape):
-    """Of each emitted token, whatever runs the round; a model that differs in one weight of its head gives others."""
+    """Of each emitted token, in eager rounds and in graphs; a model with one other weight in its head gives others."""
     model = tiny_model("llama").to(DEVICE)
     found = []
     for graphs in (False, True, False):

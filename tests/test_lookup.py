@@ -1,4 +1,4 @@
-"""Prompt lookup: the op against a search in Python, and the drafter without a model through the whole engine."""
+"""Prompt lookup: the op against a search in Python, and the drafter without a model in the whole engine."""
 
 import math
 import random
@@ -24,7 +24,7 @@ GRAPHS = {
 
 
 def search(text, num_tokens, max_ngram):
-    """What a reader would do: the longest match, of several the latest; periods go on. With its length."""
+    """Return the tokens after the longest match, of several the latest, repeated periodically, and its length."""
     for n in range(min(max_ngram, len(text) - 1), 0, -1):
         for end in range(len(text) - 2, n - 2, -1):
             if text[end - n + 1 : end + 1] == text[len(text) - n :]:
@@ -77,7 +77,7 @@ def looked_up(model, **settings):
 
 @pytest.mark.parametrize("graphs", GRAPHS)
 def test_greedy_text_is_that_of_generate(graphs):
-    """Ragged requests, more than rows, prompts in chunks; what is drafted is read from the request's own history."""
+    """Ragged requests, more than rows, prompts in chunks; drafts come from the request's own history."""
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
     expected = [greedy(model, p, 40) for p in prompts]
     engine = looked_up(model, max_prefill_tokens=16, **GRAPHS[graphs])
@@ -89,7 +89,7 @@ def test_greedy_text_is_that_of_generate(graphs):
     replayed = {name: counts["replays"] > 0 for name, counts in report.runners.items()}
     assert all(has == (graphs != "eager") for name, has in replayed.items() if "prefill" not in name), replayed
     assert out.stats.tau > 1.2, "tiny models repeat themselves: some drafts must be accepted"
-    again = engine.generate(prompts[::-1], max_new_tokens=40)  # rows are used again
+    again = engine.generate(prompts[::-1], max_new_tokens=40)  # rows are reused
     assert again.tokens == expected[::-1]
     engine.detach()
 
@@ -101,7 +101,7 @@ def test_drafts_follow_the_history_of_each_row():
     requests = engine.submit(prompts, max_new_tokens=30, ignore_eos=True)
     for _ in range(6):
         engine.step()
-    core.delivery.read(0)  # what the host has not read yet
+    core.delivery.read(0)  # results that the host has not read yet
     batch = core.round.batch("greedy", torch.tensor([r.row for r in requests], device=DEVICE), 160)
     drafts = core.round.worker.draft(batch).tree.tokens
     for request, history, nodes in zip(requests, core.state.history[batch.rows].tolist(), drafts, strict=True):
@@ -114,7 +114,7 @@ def test_drafts_follow_the_history_of_each_row():
 
 
 def test_sampled_text_follows_the_targets_law():
-    """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
+    """Chi-square test over 1000 seeds of the second token, drafted and verified, given the first."""
     model, prompt = tiny_model("llama").to(DEVICE), [5, 6, 7, 5, 6, 7, 5, 6]
     engine = looked_up(model, num_steps=1, max_batch=250, max_seq_len=32)
     assert_own_law(engine, model, prompt, num_tokens=3)
@@ -122,7 +122,7 @@ def test_sampled_text_follows_the_targets_law():
 
 
 def merged(tokens, scores, parents, found, length):
-    """One request's candidates after `merge`, as a reader would put them down: (token, parent) to score."""
+    """Return one request's candidates after `merge`, with their scores, computed in plain Python."""
     paths = [((t,) if p < 0 else None) for t, p in zip(tokens, parents, strict=True)]
     for i, p in enumerate(parents):
         paths[i] = (tokens[i],) if p < 0 else (*paths[p], tokens[i])
@@ -163,7 +163,7 @@ def test_trees_take_what_was_found(seed, bs, num, num_found):
 @pytest.mark.parametrize("graphs", ["eager", "graphs"])
 @pytest.mark.parametrize("algo", ["eagle3", "block"])
 def test_trees_hold_what_the_text_suggests(algo, graphs):
-    """A draft that knows nothing accepts more with lookup, in a model that repeats itself."""
+    """A random draft accepts more with lookup, in a model that repeats itself."""
     model, prompts, taus = tiny_model("llama").to(DEVICE), ragged_prompts(), []
     expected = [greedy(model, p, 40) for p in prompts]
     shape = {"num_steps": 4, "topk": 2, "num_draft_tokens": 9, "max_batch": 3, "max_seq_len": 160}

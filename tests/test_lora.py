@@ -1,4 +1,4 @@
-"""Low-rank adapters of rows: the op, its twin and kernels, and bits that depend on a row and its adapter alone."""
+"""Low-rank adapters per row: the op, its twin and kernels, and bits that depend on a row and its adapter alone."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_kernels_equal_their_twin_and_bits_are_a_rows_own(dtype, monkeypatch):
         assert_close(ours, lora_twin(x, y, *given, adapters), 3)
         assert ours[adapters == 0].equal(y[adapters == 0])
         with monkeypatch.context() as tiles:
-            tiles.setattr(kernels, "TOGETHER", ())  # all rows of a tile count, as of many rows
+            tiles.setattr(kernels, "TOGETHER", ())  # all rows of a tile are computed, as with many rows
             assert kernels.lora(x, y, *given, adapters).equal(ours)
         order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         assert kernels.lora(x[order], y[order], *given, adapters[order]).equal(ours[order])
@@ -46,7 +46,7 @@ def test_kernels_equal_their_twin_and_bits_are_a_rows_own(dtype, monkeypatch):
 def product_of(num_rows, K, sizes, rest=0, rank=16, num=5, dtype=torch.bfloat16):
     """Rows, weight, bias, and adapters: 1 to `num` and none in turn, two rows each.
 
-    For numpy, whose order of a sum depends on shapes, all are eighths, and sums exact; low-rank ones are rounded, too.
+    NumPy's order of sums depends on shapes: there all values are eighths, and sums exact; low-rank ones are rounded, too.
     """
 
     def eighths(t):
@@ -114,7 +114,7 @@ def test_the_op_has_the_bits_of_ops_apart(num_rows, sizes, activation):
     [(1, (4096,), ""), (32, (4096, 1024, 1024), ""), (32, (14336,) * 2, "silu"), (64, (14336,) * 2, "silu")],
 )
 def test_every_replay_reads_its_own_sums(num_rows, sizes, activation):
-    """Two products in a row, whose second launches begin while the first ones run."""
+    """Two products in a row; launches of the second begin while the first ones run."""
     (source, *given), adapters = product_of(num_rows, 4096, sizes, num=16)
     own, graph = adapters.clone(), torch.cuda.CUDAGraph()
 
@@ -174,7 +174,7 @@ def test_the_op_finds_the_adapter_of_each_row():
 
 @pytest.mark.parametrize("num_reqs", [1, 3])
 def test_adapters_of_the_nodes_of_a_round_are_dense(num_reqs):
-    """Kernels read them one after the other, also those of a single request."""
+    """Kernels read them contiguously, also those of a single request."""
     rows = torch.arange(num_reqs, device=DEVICE)
     table = torch.zeros(num_reqs, 16, dtype=torch.int32, device=DEVICE)
     metadata = TORCH_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, rows * 0, q_len=4, max_prefix=8)

@@ -1,4 +1,4 @@
-"""Recurrent layers of live models through our ops: every type against its own forward, what stays as it was, traces."""
+"""Recurrent layers of live models on our ops: every type against its own forward, what stays unchanged, traces."""
 
 import threading
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.recurrent_models import CONFIGS, recurrent_model
 from tests.recurrent_naive import Naive, record_mixers
 from tests.tiny_models import VOCAB, tiny_model
 
-NUM_TOKENS = 37  # two chunks and a part of one where a type's chunks are 16
+NUM_TOKENS = 37  # two chunks and a part of one for types with chunks of 16
 F32 = torch.float32
 CONV = ConvSpec(88, 4)
 SSD = ScanSpec(heads=8, key_heads=2, k_dim=6, v_dim=8, decay="head", is_corrected=False)
@@ -36,10 +36,10 @@ SHAPES = {
     "nemotron_h": [CONV, SSD] * 2,
     "mamba": [ConvSpec(48, 4), S6] * 3,
     "lfm2": [ConvSpec(32, 3)] * 3,
-    # Two heads, whose scans are calls of their own.
+    # Two heads, each with its own scan call.
     "zamba": [ConvSpec(64, 4), *[ScanSpec(1, 1, 6, 32, "state", is_corrected=False)] * 2] * 4,
 }
-# Tokens that attention picks, and biases by distance: neither is attention as our ops have it.
+# Attention to selected tokens, and biases by distance: our attention ops have neither.
 OWN_ATTENTION = ("qwen4_exp", "inkling")
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -52,7 +52,7 @@ def no_grad():
 
 
 class Trivial:
-    """Answers as if nothing were remembered."""
+    """Returns results as if there were no state."""
 
     def conv(self, inputs, layer_id):
         return F.silu(inputs.x) if inputs.is_silu else inputs.x.clone()
@@ -75,7 +75,7 @@ def recorded(model, mixers):
 
 
 def layer_ids(mixer):
-    """Ids of all calls of a forward, by primitive."""
+    """Return the layer ids of all calls of a forward, by primitive."""
     return tuple(i for call in mixer.calls for i in call.turns.layer_ids)
 
 
@@ -115,7 +115,7 @@ def test_16_bits_round_as_the_own_forward_does(name):
 def test_shapes_in_the_order_of_calls(name):
     model = recurrent_model(name)
     calls = recorded(model, Mixers(model))[1].calls
-    # From transformers 5.23 on Qwen's heads share keys in the primitive; the mixer repeated them before.
+    # Since transformers 5.23 Qwen's heads share keys in the primitive; before, the mixer repeated them.
     grouped = {"qwen3_next": replace(DELTA, key_heads=2)}.get(name, DELTA)
     seen = [call.spec for call in calls]
     assert seen in (SHAPES[name], [grouped if shape == DELTA else shape for shape in SHAPES[name]])
@@ -134,7 +134,7 @@ def test_ids_before_and_after_they_are_numbered_by_calls():
 
 
 class Packed:
-    """Answers for the requests of a packed sequence, apart; `attend` is what attention does to them."""
+    """Computes each request of a packed sequence separately; `attend` stands in for attention over them."""
 
     sizes = (20, 3, 14)
 
@@ -253,12 +253,12 @@ def test_a_cache_is_refused():
 
 
 def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None):
-    """What transformers' modeling files have under that name, which mixers below find among their globals."""
+    """What transformers' modeling files have under that name; mixers below find it among their globals."""
     return F.conv1d(F.pad(hidden_states, (2, 0)), weight.unsqueeze(1), bias, groups=weight.shape[0])
 
 
 class Older(nn.Module):
-    """A mixer as older modeling files have them: its forward picks a method, in which an inner function convolves."""
+    """A mixer as in older modeling files: its forward picks a method, in which an inner function convolves."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +321,7 @@ def test_traces_as_one_graph_for_any_number_of_tokens(name):
 
 @pytest.mark.parametrize("is_normed", [False, True])
 def test_keys_that_heads_share_are_those_repeated(is_normed):
-    """transformers repeats them in the mixer until 5.22, and in the primitive since."""
+    """transformers repeats them in the mixer until 5.22, and in the primitive since then."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 7, 2, 8)
     v, g, beta = torch.randn(1, 7, 4, 12), -torch.rand(1, 7, 4), torch.rand(1, 7, 4)

@@ -1,4 +1,4 @@
-"""`draft_vocab`: drafts that propose some tokens only; the text is the target's all the same."""
+"""`draft_vocab`: drafts that propose only some tokens; the text is still the target's."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def attached(model, draft, **settings):
 
 
 def proposed(engine, prompts, **options):
-    """What `generate` gives, and every token that was drafted; rounds run eagerly."""
+    """Return the output of `generate`, and every drafted token; rounds run eagerly."""
     worker = engine._core.round.worker
     draft, seen = worker.draft, set()
 
@@ -54,7 +54,7 @@ def test_in_fp64():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_draft_that_is_right_stays_right_where_it_may(shape):
-    """From graphs: a copy has all S drafts accepted if it may propose the tokens of the text, and none otherwise."""
+    """In graphs: a copy has all S drafts accepted if it may propose the text's tokens, and none otherwise."""
     model, copy, prompts = (tiny_model("llama").to(DEVICE), tiny_model("llama").to(DEVICE), ragged_prompts()[:2])
     for m in (model, copy):
         m.get_output_embeddings().weight.data.mul_(50)
@@ -69,7 +69,7 @@ def test_a_draft_that_is_right_stays_right_where_it_may(shape):
 
 
 def test_sampled_tokens_follow_the_targets_own_law():
-    """The second token, drafted and verified, given the first; half of what is likely cannot be drafted."""
+    """The second token, drafted and verified, given the first; half of the likely tokens cannot be drafted."""
     model, prompt = tiny_model("llama").to(DEVICE), ragged_prompts()[1]
     engine = attached(
         model, tiny_model("llama").to(DEVICE), draft_vocab=[*range(0, VOCAB, 2)], num_steps=1, max_batch=250
@@ -95,7 +95,7 @@ def test_heads_keep_their_own_rows_and_biases():
     engine = attached(model, draft, draft_vocab=ids.tolist())
     assert torch.equal(engine._core.round.worker.narrow.weight, rows)
     engine.detach()
-    assert len(draft.hot_ids) == 64 and draft.lm_head.weight.shape[0] == 64  # the user's head is what it was
+    assert len(draft.hot_ids) == 64 and draft.lm_head.weight.shape[0] == 64  # the user's head is unchanged
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, device=DEVICE))
     engine = attached(model, random_draft(model, "eagle").to(DEVICE), draft_vocab=50)
     assert torch.equal(engine._core.round.worker.narrow.bias, model.lm_head.bias[:50])

@@ -1,4 +1,4 @@
-"""Options as fields of classes: what a command gets of its groups, and what users see of it."""
+"""Options as fields of classes: what a command gets from its groups, and what users see."""
 
 from dataclasses import dataclass
 

@@ -73,7 +73,7 @@ def test_packed_products_equal_their_twin(num_rows, K, group, dtype, activation)
 
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_packed_products_in_eight_splits_equal_their_twin(num_rows, monkeypatch):
-    """With splits of one or two blocks; those of a K that is long enough take the interpreter 20 s."""
+    """With splits of one or two blocks; a K that is long enough takes the interpreter 20 s."""
     monkeypatch.setattr(few, "splits_of", lambda num_blocks: 8)
     check_packed(num_rows, 1152, 128, torch.bfloat16, "")
 
@@ -118,7 +118,7 @@ def test_fp8_products_equal_their_twin(num_rows, K, activation, of):
 
 @pytest.mark.parametrize("K", [384, 1024, 1152])
 def test_gated_fp8_products_of_few_rows_have_the_bits_of_others(K, monkeypatch):
-    """Quarters of K that are short, of whole steps and of an odd number of blocks; a program and a half of columns."""
+    """Quarters of K that are short, of whole steps, and of an odd number of blocks; columns for 1.5 programs."""
     calls = Mock(side_effect=gated_fp8.gated_fp8)
     monkeypatch.setattr(fp8_kernels, "gated_fp8", calls)
     monkeypatch.setattr(gated_fp8, "LEAST_BUSY", 0)
@@ -134,7 +134,7 @@ def test_gated_fp8_products_of_few_rows_have_the_bits_of_others(K, monkeypatch):
 
 
 def test_gated_fp8_products_quantise_what_they_give(monkeypatch):
-    """In one launch where rows are few, with the bits of two."""
+    """In one launch if rows are few, with the bits of two launches."""
     weights, scales = zip(*(blocks(256, 384, i) for i in range(2)), strict=True)
     x, row_scales = fp8.quantise.twin(random(17, 384), False)
     args = weights, scales, [random(256, seed=i) for i in range(2)], torch.bfloat16, "silu"
@@ -165,7 +165,7 @@ def test_rows_are_quantised_as_their_twin_does(by_row):
     (ours, scales), (theirs, twins) = fp8_kernels.quantise(x, by_row), fp8.quantise.twin(x, by_row)
     assert scales.equal(twins) and not ours[1].float().any()
     num_equal = (ours.float() == theirs.float()).sum().item()
-    assert num_equal >= (0.98 if DEVICE.type == "cpu" else 1) * x.numel()  # the interpreter rounds some wrongly
+    assert num_equal >= (0.98 if DEVICE.type == "cpu" else 1) * x.numel()  # the interpreter rounds a few wrongly
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -210,7 +210,7 @@ def test_mxfp4_is_what_transformers_reads():
 
 @pytest.mark.parametrize(("num_tokens", "activation"), [(3, "swigluoai"), (60, ""), (150, "swigluoai")])
 def test_products_with_experts_in_mxfp4_equal_their_twin(num_tokens, activation):
-    """Found by programs, or put in order first; 160 features are a block and a part; the last id is of no expert."""
+    """Programs find rows, or rows are sorted first; 160 features are a block and a part; the last id has no expert."""
     packs = [experts.pack_mxfp4(*of_one) for of_one in zip(*mxfp4(4, 48, 160), strict=True)]
     words, exponents = map(torch.stack, zip(*packs, strict=True))
     x, bias = random(num_tokens, 160), random(4, 48, dtype=torch.float32)
@@ -221,7 +221,7 @@ def test_products_with_experts_in_mxfp4_equal_their_twin(num_tokens, activation)
 
 
 def few_rows(K, activation, has_bias):
-    """Arguments of products with 17 rows of one expert, 9 of another, 2 of none, and experts that nobody chose."""
+    """Return arguments with 17 rows of one expert, 9 of another, 2 of none, and experts without rows."""
     packs = [experts.pack_mxfp4(*of_one) for of_one in zip(*mxfp4(4, 48, K), strict=True)]
     words, exponents = map(torch.stack, zip(*packs, strict=True))
     ids = torch.tensor([1] * 17 + [3] * 9 + [4, 9], device=DEVICE)[torch.arange(28, device=DEVICE) * 9 % 28].view(-1, 1)
@@ -232,7 +232,7 @@ def few_rows(K, activation, has_bias):
 @pytest.mark.parametrize(("activation", "has_bias"), [("", False), ("swigluoai", True)])
 @pytest.mark.parametrize("K", [96, 160, 256, 352, 640])
 def test_few_rows_of_experts_in_mxfp4_equal_their_twin(K, activation, has_bias):
-    """Whole pairs of blocks, and parts of either of the last two."""
+    """Whole pairs of blocks, and a partial block as either of the last two."""
     x, ids, *rest = few_rows(K, activation, has_bias)
     ours = grouped_mxfp4(x, ids, *rest)
     close(ours, experts.grouped_mxfp4.twin(x, ids, *rest), BITS)
@@ -278,7 +278,7 @@ def test_bits_of_packed_products_depend_on_neither_rows_nor_tiles(is_nf4, K, act
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
 def test_features_of_all_mantissas_are_quantised_as_by_a_division(dtype, bits):
-    """By scales of all mantissas, too, and for all exponents of FP8."""
+    """Also by scales of all mantissas, and for all exponents of FP8."""
     count = 2**bits
     mantissas = 1 + torch.arange(count, device=DEVICE) / count
     largest = 256 * mantissas[:, None, None]

@@ -1,4 +1,4 @@
-"""The page of result records: every kind of row is shown, charts can be read, and it needs nothing from outside."""
+"""The page of result records: every kind of row is shown, charts are readable, and it loads nothing external."""
 
 import itertools
 import json
@@ -107,7 +107,7 @@ ABOUT = {
 
 @pytest.fixture(scope="module")
 def rendered() -> Iterator[tuple[str, list[Figure]]]:
-    """The page of ROWS, and its figures as matplotlib has them."""
+    """The page of ROWS, and its figures as matplotlib objects."""
     figures: list[Figure] = []
     plain = charts._svg
 
@@ -171,7 +171,7 @@ def test_every_axis_has_a_label_and_no_text_lies_on_another(rendered):
 
 
 def _is_inside(box: Any, figure: Figure) -> bool:
-    """Ticks beyond the ends of an axis have texts that are not drawn."""
+    """Return whether a text is drawn: those of ticks beyond the ends of an axis are not."""
     wide = figure.bbox.x0 - 1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1
     return bool(wide and figure.bbox.y0 - 1 <= box.y0 and box.y1 <= figure.bbox.y1 + 1)
 
@@ -183,7 +183,7 @@ def _overlap(one: Any, other: Any) -> bool:
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Figures are kept here as matplotlib has them, and not written."""
+    """Collect the figures as matplotlib objects; write none."""
     kept: list[Figure] = []
     monkeypatch.setattr(charts, "_svg", lambda figure: kept.append(figure) or "")
     return kept
@@ -212,7 +212,7 @@ def without_charts(monkeypatch):
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_results_render(path, without_charts):
-    """Files of any age; every row lies in a section that says so. Charts are drawn in the test below."""
+    """Files of any age; every row is in a section that names it. The test below draws charts."""
     record = read_record(path)
     html = page.render([record])
     found = page.sections(record.rows)
@@ -221,7 +221,7 @@ def test_committed_results_render(path, without_charts):
 
 
 def test_several_records_say_which_file_a_row_is_of():
-    """One with charts of intervals, one with floors."""
+    """One with interval charts, one with floors."""
     names = ("acceptance-s2k1_135m", "latency-after-moves_8b")
     html = page.render([read_record(path) for path in COMMITTED if path.name.startswith(names)])
     assert "2 result files" in html and "Acceptance (s2k1), Latency (after moves) of 135m and 8b" in html
@@ -341,7 +341,7 @@ document.title = JSON.stringify({boxes: boxes.length, overlaps: found, sideways}
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 @pytest.mark.parametrize("width", [1200, 500])
 def test_in_a_browser(rendered, tmp_path, width):
-    """A screenshot that is not empty; in no window do texts lie on each other, nor must the page be moved sideways."""
+    """A screenshot that is not empty; at no width do texts overlap or does the page scroll sideways."""
     html, _ = rendered
     file, picture = tmp_path / "page.html", tmp_path / "page.png"
     file.write_text(html.replace("</body>", f"{OVERLAPS}</body>"))

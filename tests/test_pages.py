@@ -1,4 +1,4 @@
-"""Pages on demand: requests hold what they need now; those that are preempted go on later, with the same text."""
+"""Pages on demand: requests hold what they need now; preempted ones continue later, with the same text."""
 
 import copy
 import itertools
@@ -34,12 +34,12 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    """Texts here are short."""
+    """Texts here are short, so pages grow in small steps."""
     monkeypatch.setattr("specdec.core.engine.scheduler.GROWTH", 8)
 
 
 def prompts_of(count, seed=0):
-    """Every second one begins like others."""
+    """Return prompts, every second one with a common prefix."""
     rng = random.Random(seed)
     stem = [rng.randrange(3, VOCAB) for _ in range(9)]
     return [stem * (i % 2) + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(2, 20))] for i in range(count)]
@@ -53,7 +53,7 @@ def engine_of(model, algo, **options):
 
 
 def same(out, expected):
-    """Compare everything that a caller gets of requests, but when."""
+    """Compare everything that a caller gets of requests, except times."""
     for got, known in zip(out.requests, expected.requests, strict=True):
         assert (got.tokens, got.text, got.finish_reason) == (known.tokens, known.text, known.finish_reason)
         assert got.round_lens == known.round_lens and len(got.digests) == len(got.tokens)
@@ -62,7 +62,7 @@ def same(out, expected):
 
 
 def generated(engine, i):
-    """Return what an engine makes of the i-th prompts."""
+    """Return an engine's output for the i-th prompts."""
     asked = {
         "max_new_tokens": [NUM_TOKENS, 3, 17, 24, 9, 24, 2],
         "sampling": (LAWS * 2)[:7],
@@ -72,7 +72,7 @@ def generated(engine, i):
 
 
 def undisturbed(model, algo, options, times=1, **given):
-    """Return what it generates with pages for all."""
+    """Return the output of an engine with enough pages."""
     ample = engine_of(copy.deepcopy(model), algo, **options, **given)
     outs = [generated(ample, i) for i in range(times)]
     assert not ample.report().preemption["preemptions"]
@@ -81,7 +81,7 @@ def undisturbed(model, algo, options, times=1, **given):
 
 
 def compared(model, algo, options, expected, lag=0, prefix_cache=False, **given):
-    """Generate with few pages, and with pages missing at random; return the number of preemptions."""
+    """Generate with few pages that also go missing at random; return the number of preemptions."""
     engine = engine_of(model, algo, **options, num_slots=90, prefix_cache=prefix_cache, **given)
     engine._core._lag = lag
     missing_pages(engine, random.Random(len(expected)))
@@ -95,7 +95,7 @@ def compared(model, algo, options, expected, lag=0, prefix_cache=False, **given)
 
 
 def preempted(model, algo, options, lag=0, prefix_cache=False, times=1, **given):
-    """Compare with an engine that preempts nobody; return the number of preemptions."""
+    """Compare with an engine that never preempts; return the number of preemptions."""
     expected = undisturbed(model, algo, options, times, **given)
     return compared(model, algo, options, expected, lag, prefix_cache, **given)
 

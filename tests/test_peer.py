@@ -1,6 +1,6 @@
-"""An exported EAGLE-3 folder in another library, economize: the same drafts in every round, and the target's own text.
+"""An exported EAGLE-3 folder in another library, economize: the same drafts in every round, and the target's text.
 
-The folder is complete: the shipped head leaves out `lm_head.weight`, which only we take from the target.
+The folder is complete: shipped heads leave out `lm_head.weight`, which only our loader takes from the target.
 """
 
 from pathlib import Path
@@ -23,12 +23,12 @@ economize = pytest.importorskip("economize", reason="pip install --no-deps -c co
 NUM_STEPS = 4
 NUM_TOKENS = 16
 
-# A request's text, and of each of its rounds: how many tokens precede the root, the root, the drafts.
+# A request's text, and for each of its rounds: the number of tokens before the root; the root and the drafts.
 Run = tuple[list[int], list[tuple[int, list[int]]]]
 
 
 def our_runs(model: Any, draft: Any, folder: Path, prompts: list[list[int]], monkeypatch: Any) -> list[Run]:
-    """What the engine says and drafts; its head goes to `folder`, with everything in it."""
+    """Return our engine's texts and drafts; save its complete head to `folder`."""
     engine = specdec.attach(model, draft, num_steps=NUM_STEPS, max_batch=1, cuda_graph=False)
     worker = engine._core.round.worker
     save_head(folder, worker.head, lm_head_from_target=False, dtype=torch.float32)
@@ -53,7 +53,7 @@ def our_runs(model: Any, draft: Any, folder: Path, prompts: list[list[int]], mon
 
 
 def their_runs(model: Any, folder: Path, prompts: list[list[int]]) -> list[Run]:
-    """What economize says and drafts with the head in `folder`."""
+    """Return economize's texts and drafts with the head in `folder`."""
     peer = economize.load(model, folder)
     runs = []
     try:
@@ -85,7 +85,7 @@ def test_the_shipped_head_drafts_the_same(smollm2, tmp_path, monkeypatch):
     theirs = their_runs(model, tmp_path, prompts)
     assert theirs == ours
     assert [text for text, _ in theirs] == [greedy(model, p, NUM_TOKENS) for p in prompts]
-    assert max(len(rounds) for _, rounds in theirs) > 4  # later rounds start from what earlier ones have left
+    assert max(len(rounds) for _, rounds in theirs) > 4  # later rounds start from the state that earlier ones leave
     assert sum(len(rounds) for _, rounds in theirs) < 0.7 * NUM_TOKENS * len(prompts)  # and drafts are accepted
 
 
@@ -94,7 +94,7 @@ def test_the_shipped_head_drafts_the_same(smollm2, tmp_path, monkeypatch):
     [("llama", 64), ("llama", VOCAB), ("gemma3", 64), ("gpt_oss", 64), ("deepseek_v3", 64)],
 )
 def test_random_heads_draft_the_same(name, draft_vocab_size, tmp_path, monkeypatch):
-    """Noise for targets of several kinds; with a full draft vocabulary `d2t` is all zeros."""
+    """Random heads for targets of several kinds; with a full draft vocabulary `d2t` is all zeros."""
     model, prompts = tiny_model(name), ragged_prompts()
     ours = our_runs(model, random_head(model, draft_vocab_size), tmp_path, prompts, monkeypatch)
     theirs = their_runs(model, tmp_path, prompts)

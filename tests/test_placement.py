@@ -1,4 +1,4 @@
-"""Models whose weights are elsewhere, packed or compiled away are refused, with the reason and what to do."""
+"""Models whose weights are elsewhere, packed or compiled away are refused, with the reason and the fix."""
 
 import threading
 
@@ -59,7 +59,7 @@ def test_models_on_several_devices_are_refused():
 
 
 def test_devices_are_counted(monkeypatch):
-    """As on a machine with GPUs: a tensor that says it lies elsewhere."""
+    """As on a machine with GPUs: one tensor reports another device."""
     from specdec.reach.targets.admission import placement
 
     class There:
@@ -72,7 +72,7 @@ def test_devices_are_counted(monkeypatch):
 
 
 class Packed(nn.Module):
-    """A linear layer of int8 rows with scales, as quantisers leave them."""
+    """A linear layer of int8 rows with scales, as quantisers make it."""
 
     def __init__(self, linear, keep):
         super().__init__()
@@ -95,7 +95,7 @@ def test_packed_weights_are_refused(keep):
 
 
 class Sharded(torch.Tensor):
-    """A weight that is not what it looks like."""
+    """A tensor subclass in place of a weight."""
 
 
 def test_tensor_subclasses_and_foreign_floats_are_refused():

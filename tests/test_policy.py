@@ -1,4 +1,4 @@
-"""The policy that picks a shape for each round, on a simulated clock: costs and acceptance are data."""
+"""The policy that picks a shape for each round, on a simulated clock with given costs and acceptance."""
 
 import random
 
@@ -19,7 +19,7 @@ def table(costs=COSTS, long=1.3):
 
 
 def chances(p, shape, gain):
-    """Of each draft, if the one before is accepted: a tree accepts as `gain` independent chains would."""
+    """Return each draft's acceptance rate, given the one before: a tree accepts like `gain` independent chains."""
     return [1 - (1 - p) ** (gain if shape.topk > 1 else 1)] * shape.num_steps
 
 
@@ -41,7 +41,7 @@ def expected(shape, p, gain):
 
 
 def play(policy, bucket, law, gain, rounds, real=COSTS, context=512, tells_time=False):
-    """Tokens a ms that `policy` gets, results one round late, over those of each fixed shape and of an oracle."""
+    """Return the tokens per ms of `policy`, with results one round late, over those of fixed shapes and of an oracle."""
     rng, tokens, ms, before, late = random.Random(0), 0, 0.0, 1, None
     fixed, best = [0.0] * len(SHAPES), [0.0, 0.0]
     batch = 4 if bucket == 100 else bucket
@@ -57,7 +57,7 @@ def play(policy, bucket, law, gain, rounds, real=COSTS, context=512, tells_time=
         if late:
             policy.note(*late)
         late = index, lens
-        if number < 400:  # laws repeat after that
+        if number < 400:  # rates repeat after that
             means = [sum(expected(shape, p, gain) for p in rates) for shape in SHAPES]
             fixed = [n + mean / cost for n, mean, cost in zip(fixed, means, real[bucket], strict=True)]
             top = max(range(len(SHAPES)), key=lambda i: means[i] / real[bucket][i])
@@ -90,7 +90,7 @@ def test_it_is_never_slower_than_plain_or_the_best_fixed_shape(bucket, gain):
 @pytest.mark.parametrize("bucket", COSTS)
 @pytest.mark.parametrize("low, high, least", [(0.5, 0.95, 0.95), (0.1, 0.85, 0.87)])
 def test_it_follows_acceptance_that_flips_every_200_rounds(bucket, low, high, least):
-    """Where no shape that drafts pays half of the time, probes, of 1% of it, find out 10 to 50 rounds late."""
+    """Where no drafting shape pays half of the time, probes, 1% of it, notice this 10 to 50 rounds late."""
     over_plain, over_best, over_oracle = play(Policy(SHAPES, table()), bucket, flips(low, high), 1.7, 8000)
     assert over_plain >= 0.98 and over_best >= 0.97 and over_oracle >= least, (over_plain, over_best, over_oracle)
 
@@ -104,7 +104,7 @@ def test_measured_times_correct_the_table(wrong):
 
 
 def test_a_switch_of_few_requests_needs_two_decisions_and_a_stay():
-    """Here only the short chain and plain decoding pay."""
+    """Only the short chain and plain decoding pay here."""
     costs = table({1: (4.2, 4.95, 60.0)}, long=1.0)
     policy, chosen = Policy(SHAPES, costs), []
     for _ in range(40):
@@ -132,7 +132,7 @@ def test_a_trial_of_a_tree_while_acceptance_changes_is_one_of_many():
     for _ in range(20):
         policy.note(1, [3] * 64)
     for _ in range(30):
-        policy.note(2, [6] * 64)  # as good as can be, which the model did not let expect
+        policy.note(2, [6] * 64)  # the best possible, which the model did not predict
         policy.note(1, [3] * 64)
     good = policy.expected(2)
     policy.note(2, [1] * 64)
@@ -144,7 +144,7 @@ def test_a_chain_tried_while_acceptance_changes_says_little_of_chains():
     for _ in range(20):
         policy.note(1, [1] * 60 + [2] * 4)
     wanted = policy.expected(2) - policy.expected(1)
-    policy.note(2, [5] * 64)  # far more than the last rounds let expect
+    policy.note(2, [5] * 64)  # far more than the last rounds predict
     for _ in range(2):
         policy.note(1, [1] * 60 + [2] * 4)
     assert policy.expected(2) - policy.expected(1) < wanted + 0.01
@@ -157,7 +157,7 @@ def test_a_shorter_chain_is_expected_to_accept_what_the_one_in_use_does():
         policy.note(2, [4] * 64)
     shorter, longer = policy.expected(1), policy.expected(2)
     for _ in range(4):
-        policy.note(1, [1] * 64)  # chance, or acceptance that has changed: drafts are the same, so it is not the chain
+        policy.note(1, [1] * 64)  # chance, or changed acceptance: drafts are the same, so it is not the chain
         policy.note(2, [4] * 64)
     assert shorter > 3 and policy.expected(1) == pytest.approx(shorter, rel=0.02)
     assert policy.expected(2) == pytest.approx(longer, rel=0.02)

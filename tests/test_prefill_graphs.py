@@ -1,6 +1,6 @@
-"""Prefills from graphs, at the engine's seam: replay equals eager, the guard, poison, faults.
+"""Prefills from graphs, tested through the engine: replay equals eager, the guard, poison, faults.
 
-Recorded captures and uncompiled pieces on a CPU; CUDA graphs, and Inductor as well, where there is a GPU.
+Recorded captures and uncompiled pieces on a CPU; CUDA graphs, and Inductor too, on a GPU.
 """
 
 import subprocess
@@ -27,7 +27,7 @@ from tests.tiny_models import ADMITTED, DEVICE, VOCAB, model_of
 TOLERANCE = 1e-4 if DEVICE.type == "cuda" else 1e-5  # padded and joined products may sum in another order
 BUCKETS = (4, 8, 12, 16, 24, 32, 48, 64)
 MODES = ["breakable", "piecewise"]
-LIKELY = MODES if DEVICE.type == "cuda" else ["breakable"]  # where the trace, which takes a second, changes little
+LIKELY = MODES if DEVICE.type == "cuda" else ["breakable"]  # where the trace, which takes a second, adds little
 SHAPES = {"plain": None, "chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}}
 TRACED = ("qwen2_windowed", "gemma3", "gpt_oss", "deepseek_v3")  # biases, two ropes, sinks, latent attention
 COMPILERS = ["eager", "inductor"] if DEVICE.type == "cuda" else ["eager"]
@@ -36,14 +36,14 @@ COMPILERS = ["eager", "inductor"] if DEVICE.type == "cuda" else ["eager"]
 def engine_of(model, mode, shape="chain", **settings):
     head = random_head(model).to(DEVICE, next(model.parameters()).dtype) if SHAPES[shape] else None
     defaults = {"max_batch": 8, "max_seq_len": 128, "prefill_buckets": BUCKETS, "compiler": "eager"}
-    defaults |= {"graph_sampling": "greedy"}  # rounds are not the matter here
+    defaults |= {"graph_sampling": "greedy"}  # rounds do not matter here
     engine = specdec.attach(model, head, prefill_graph=mode, **{**(SHAPES[shape] or {}), **defaults, **settings})
-    engine._core.prefill.target_runner.device_bound_from = None  # a measurement: not beside other tests
+    engine._core.prefill.target_runner.device_bound_from = None  # it is measured: do not measure beside other tests
     return engine
 
 
 def auto_mode(engine):
-    """What "auto" is without compiled layers."""
+    """Return the mode of "auto" without compiled layers."""
     has_whole = engine._core.context.backend.capabilities.packed_prefill
     return "whole, " * has_whole + "breakable" if DEVICE.type == "cuda" else "off"
 
@@ -58,7 +58,7 @@ def specdec_engine(model, draft, **settings):
 
 
 def batch_of(engine, lens, starts=None, seed=0):
-    """Metadata and ids of prompts of `lens` tokens from `starts` on, in rows of their own."""
+    """Return metadata and ids of prompts of `lens` tokens from `starts` on, in new rows."""
     core = engine._core
     starts = starts or [0] * len(lens)
     for row in list(core.slot_tables._of_row):
@@ -73,7 +73,7 @@ def batch_of(engine, lens, starts=None, seed=0):
 
 @torch.inference_mode()
 def both_ways(engine, lens, starts=None, seed=0):
-    """What runners and a plain eager forward make of one batch: hidden, aux, draft hidden, and K/V of live slots."""
+    """Run a batch in graphs and eagerly; return hidden, aux, draft hidden, and K/V of live slots of both."""
     core = engine._core
     metadata, ids = batch_of(engine, lens, starts, seed)
     worker, results = core.round.worker, []
@@ -146,7 +146,7 @@ def test_every_architecture_replays_and_keeps_its_text(name, mode):
     [(m, shape) for m in MODES for shape in SHAPES if DEVICE.type == "cuda" or (m == "breakable" and shape != "plain")],
 )
 def test_texts_do_not_depend_on_the_mode(mode, shape):
-    """Greedy and sampled, with prompts longer than a chunk; every prefill replays, under strict."""
+    """Greedy and sampled, with prompts longer than a chunk; every prefill replays, with strict=True."""
     model, prompts = model_of(), ragged_prompts()
     law = specdec.SamplingParams(temperature=0.9, seed=5)
     common = {"max_prefill_tokens": 32, "cuda_graph": True, "graph_sampling": ("greedy", "filtered")}
@@ -169,7 +169,7 @@ def test_texts_do_not_depend_on_the_mode(mode, shape):
     [(strict, m) for m in MODES for strict in (False, True) if DEVICE.type == "cuda" or m == "breakable" or strict],
 )
 def test_a_target_verify_batch_never_replays_a_prefill(mode, strict):
-    """Handed straight to the runners, of as many tokens as a bucket has; it runs eagerly, and right, or raises."""
+    """Passed straight to the runners, with as many tokens as a bucket; it runs eagerly and correctly, or raises."""
     engine = engine_of(model_of(), mode, "tree", strict=strict, cuda_graph=True)
     core = engine._core
     prefix, ids = batch_of(engine, [9, 6])
@@ -204,7 +204,7 @@ def test_a_target_verify_batch_never_replays_a_prefill(mode, strict):
 
 
 def guarded(sizes=(4, 8, 16, 32, 64), failing=(), capture=None):
-    """A prefill runner over a body that doubles its ids; graphs of `failing` run out of memory."""
+    """Return a prefill runner whose body doubles its ids; graphs of `failing` sizes run out of memory."""
     setup = Setup(capture or RecordedCapture(), Counters(), torch.device("cpu"), sizes, unit="tokens")
     ids = BufferSpec("ids", lambda n: (n,), torch.int64, pad=0)
 
@@ -254,7 +254,7 @@ def test_where_launches_are_hidden_padding_must_be_small():
 
 
 def test_padding_is_measured_against_the_graph_that_would_replay():
-    """16 and 32 ran out of memory: what planned to replay them meets the graph of 64."""
+    """16 and 32 ran out of memory: batches planned for them get the graph of 64."""
     runner = guarded(failing=(16, 32))
     padded = "the smallest graph pads more than 2x"
     reasons = {n: runner.can_run(ForwardMode.EXTEND, n).reason for n in (8, 10, 16, 31, 32, 40)}
@@ -267,7 +267,7 @@ def test_padding_is_measured_against_the_graph_that_would_replay():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_prefills_of_every_module_replay_and_equal_eager(mode):
-    """A NextN head of several modules: a forward each, from graphs, counted, and strict about it."""
+    """A NextN head of several modules: one forward each, from graphs, counted, and strict."""
     model, prompts = model_of(), ragged_prompts()
     expected = [greedy(model, p) for p in prompts]
     settings = {"num_steps": 3, "max_prefill_tokens": 32, "prefill_buckets": BUCKETS, "max_seq_len": 128}
@@ -354,7 +354,7 @@ def test_poison_in_padding_and_dummy_slot_reaches_nobody(mode):
 
 @pytest.mark.parametrize("mode", LIKELY)
 def test_padded_rows_find_zeros_where_attention_has_not_been(mode):
-    """The break leaves rows past the batch alone: what the graph goes on with there is zero at every replay."""
+    """The break does not write rows past the batch: what the graph reads there is zero at every replay."""
     engine = engine_of(model_of(), mode)
     (out,) = engine._core.prefill.programs.target.bridge._out.values()
     for lens in ([48], [25], [9, 2], [5]):
@@ -374,7 +374,7 @@ def test_sizes_may_come_in_any_order(mode):
 
 @pytest.mark.parametrize("mode", LIKELY)
 def test_two_engines_do_not_meet(mode):
-    """Two models, interleaved call by call, then from two threads."""
+    """Two models, interleaved call by call, then in two threads."""
     models = [model_of(), model_of("qwen3", seed=1)]
     prompts = ragged_prompts()
     expected = [[greedy(m, p, 12) for p in prompts] for m in models]
@@ -446,7 +446,7 @@ def test_out_of_memory_at_a_capture_leaves_the_smaller_sizes(mode, monkeypatch):
 
 
 class Around(torch.nn.Module):
-    """What stands in the place of `inner`, and runs it."""
+    """Wraps `inner` and runs it."""
 
     def __init__(self, inner):
         super().__init__()
@@ -454,7 +454,7 @@ class Around(torch.nn.Module):
 
 
 def untraceable():
-    """A model whose MLPs look at their values from the host."""
+    """Return a model whose MLPs read their values on the host."""
     model = model_of()
 
     class Looks(Around):
@@ -477,7 +477,7 @@ def test_layers_that_do_not_trace_are_named_and_run_as_they_are():
         engine_of(model, "auto", compile=True, strict=True, cuda_graph=True)
     with pytest.warns(UserWarning, match="runs uncompiled: it cannot be traced") as caught:
         engine = engine_of(model, "auto", compile=True)
-    assert any("float(x.abs().max())" in str(w.message) for w in caught)  # the op, where it stands
+    assert any("float(x.abs().max())" in str(w.message) for w in caught)  # the source of the op
     report = engine.report()
     assert report.prefill_graph == auto_mode(engine) and report.compile_seconds == 0
     assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
@@ -498,7 +498,7 @@ def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
 
 
 def test_what_compiling_imports_is_there_before_it_starts():
-    """Imported on a thread; in a process of its own, since this one has it."""
+    """Imported on a thread; in a separate process, since this one has imported it already."""
     code = """if True:
         import sys, torch
         from specdec.core.config import EngineConfig
@@ -522,7 +522,7 @@ def test_auto_runs_a_model_that_does_not_trace_without_a_word(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if DEVICE.type == "cuda":
-            warnings.filterwarnings("default", "no graph for")  # what waits for the host is not captured either
+            warnings.filterwarnings("default", "no graph for")  # host reads cannot be captured either
         engine = engine_of(model, "auto", strict=DEVICE.type == "cpu", cuda_graph=True)
     report = engine.report()
     assert report.compiled.startswith("not compiled: it cannot be traced") and "float(x.abs().max())" in report.compiled
@@ -539,7 +539,7 @@ def test_compiled_layers_serve_rounds(shape, compiler):
     live, calls = engine._core.target.run_layers, []
     engine._core.target.run_layers = lambda *args: (calls.append(1), live(*args))[1]
     assert engine.generate(prompts, max_new_tokens=24).tokens == expected
-    assert len(calls) == engine.report().runners["target_prefill"]["eager"]  # prefills are the live model's
+    assert len(calls) == engine.report().runners["target_prefill"]["eager"]  # prefills run the live model
 
 
 def test_a_model_is_as_it_was_after_compiled_engines():
@@ -547,7 +547,7 @@ def test_a_model_is_as_it_was_after_compiled_engines():
     before = {name: p.clone() for name, p in model.state_dict().items()}
     expected = greedy(model, prompt)
     engine = engine_of(model, "piecewise", compile=True)
-    assert greedy(model, prompt) == expected  # attached: its products read views of joined weights
+    assert greedy(model, prompt) == expected  # while attached: its products read views of joined weights
     engine.generate([prompt], max_new_tokens=4)
     engine.detach()
     for name, p in model.named_parameters():
@@ -610,7 +610,7 @@ def test_layers_that_depend_on_the_number_of_tokens_are_refused():
 
 @pytest.mark.parametrize("what", ["q_proj", "k_proj", "v_proj", "down_proj", "aux"])
 def test_compiled_layers_that_differ_are_refused(what, monkeypatch):
-    """Spoil what one product of the trace computes with, or the features, after the live layers have run."""
+    """Change what one product of the trace uses, or the features, after the live layers have run."""
     model = model_of()
     call = Traced.__call__
 
@@ -648,7 +648,7 @@ def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
 
 
 def test_a_head_with_more_rows_than_the_embedding_is_compiled():
-    """No token that only the head knows is traced or compared: the embedding has none for it."""
+    """Ids that only the head has are neither traced nor compared: the embedding has no rows for them."""
     model, prompts = model_of(), ragged_prompts()
     own = model.lm_head
     model.lm_head = torch.nn.Linear(own.in_features, 2 * own.out_features, bias=False, device=DEVICE)
@@ -663,7 +663,7 @@ def test_one_trace_serves_prefills_and_rounds_on_the_live_weights():
     engine = engine_of(model, "piecewise", compile=True, max_prefill_tokens=48)
     compiled = engine._core.target.compiled
     assert compiled[True] is compiled[False]
-    model.model.layers[0].mlp.gate_proj.weight.data.mul_(0.5)  # both see it
+    model.model.layers[0].mlp.gate_proj.weight.data.mul_(0.5)  # both follow it
     assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
     engine.detach()
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
@@ -717,7 +717,7 @@ def test_auto_captures_prefills_where_there_are_graphs():
 
 
 class BranchesOnOne(Around):
-    """An MLP that does something else for a single token, as kernels for decoding do."""
+    """An MLP that does something else for a single token, as decode kernels do."""
 
     def forward(self, x):
         return self.inner(x) * (1.5 if x.shape[1] == 1 else 1.0)
@@ -731,7 +731,7 @@ def branching_on_one():
 
 
 def test_a_trace_that_is_wrong_for_one_token_is_refused():
-    """Dynamo takes T > 1 for granted without a guard; a plain decode at batch 1 is one token."""
+    """Dynamo assumes T > 1 without a guard; a plain decode at batch 1 is one token."""
     model, prompts = branching_on_one(), ragged_prompts()
     with pytest.raises(GraphError, match=r"differ from the live model's by .* in forwards of 1 token"):
         engine_of(model, "piecewise")

@@ -1,4 +1,4 @@
-"""What was served stays for prompts that begin alike: the same text, from less work, and no page lost."""
+"""Served texts stay cached for prompts with the same prefix: the same text, from less work, and no page lost."""
 
 import copy
 
@@ -33,16 +33,16 @@ def engine_of(model, algo="eagle3", **options):
 
 
 class Model:
-    """What a `PrefixCache` is asked for, by brute force: every text that was kept, with its pages."""
+    """A brute-force `PrefixCache`: every kept text, with its pages."""
 
     def __init__(self, num_pages, page_size):
         self.pages, self.page_size = Pages(num_pages), page_size
         self.cache = PrefixCache(self.pages, page_size)
         self.texts: dict[tuple[int, ...], np.ndarray] = {}
-        self.used: list[np.ndarray] = []  # pages that somebody else holds
+        self.used: list[np.ndarray] = []  # pages in use by others
 
     def keep(self, text):
-        """As the engine does: find, take the rest, keep, release."""
+        """Do what the engine does: find, take the rest, keep, release."""
         keys, size = np.array(text, dtype=np.int64), self.page_size
         found = self.cache.find(keys)
         self.pages.hold(found)
@@ -80,7 +80,7 @@ def test_the_longest_beginning_is_found_where_it_lies(kept, asked, page_size):
 @settings(deadline=None)
 @given(st.lists(TEXT, min_size=1, max_size=20), st.sampled_from([1, 2]))
 def test_what_is_kept_gives_way_and_what_is_used_does_not(texts, page_size):
-    """A pool of little more than one text, one of whose beginnings is in use all the time."""
+    """A pool slightly larger than one text; the prefix of one is in use all the time."""
     model = Model(12, page_size)
     model.keep([0, 1, 0])
     used = model.found([0, 1, 0])
@@ -118,7 +118,7 @@ def test_keys_say_what_kv_depends_on():
 
 
 def kv_of(engine, request):
-    """K and V of target and draft at the prompt's positions."""
+    """Return K and V of target and draft at the prompt's positions."""
     core, count = engine._core, len(request.prompt_ids)
     slots = core.slot_tables.table[request.row, :count].long()
     contexts = [c for c in (core.context, core.round.worker.context) if c is not None]
@@ -127,7 +127,7 @@ def kv_of(engine, request):
 
 @pytest.mark.parametrize(("algo", "page_size"), [*((algo, 1) for algo in (*ALGOS, "lookup")), ("eagle", 4), (None, 4)])
 def test_text_and_kv_are_those_of_an_engine_that_keeps_nothing(algo, page_size):
-    """A conversation of three turns, a branch of its first, and the same again: only what is new is prefilled."""
+    """A conversation, a branch of its first turn, and the same again: only new tokens are prefilled."""
     model = model_of()
     twin = copy.deepcopy(model)
     engines = [engine_of(m, algo, prefix_cache=m is model, page_size=page_size) for m in (model, twin)]
@@ -150,7 +150,7 @@ def test_text_and_kv_are_those_of_an_engine_that_keeps_nothing(algo, page_size):
             engine.check_integrity()
         assert requests[0].tokens == requests[1].tokens == greedy(model, prompt, NUM_TOKENS)
         assert requests[0].round_lens == requests[1].round_lens
-        seen = engines[0]._core.round.worker.looks_ahead  # where texts part, the draft's K/V is of another next token
+        seen = engines[0]._core.round.worker.looks_ahead  # where texts diverge, the draft's K/V has another next token
         least = (known - (seen if prompt is branch else 0)) // page_size * page_size
         assert least <= requests[0].num_cached <= known and requests[1].num_cached == 0
     report = engines[0].report()
@@ -161,7 +161,7 @@ def test_text_and_kv_are_those_of_an_engine_that_keeps_nothing(algo, page_size):
 
 
 def test_many_samples_of_one_prompt_prefill_it_once():
-    """Requests that come together wait for the first, and its prompt is there for the rest."""
+    """Requests that arrive together wait for the first, then reuse its prompt."""
     model = model_of()
     engine = engine_of(model, max_batch=4)
     prompts = [prompt_of(100), prompt_of(30, 1), *[prompt_of(100)] * 3]
@@ -184,7 +184,7 @@ def test_sampled_text_does_not_depend_on_what_is_kept():
 
 
 def test_a_small_pool_makes_room_and_loses_nothing():
-    """Prompts of few beginnings through a pool that holds two requests at a time; some callers leave early."""
+    """Prompts with few prefixes, in a pool for two requests at a time; some callers leave early."""
     model, random = model_of(), np.random.default_rng(0)
     engine = engine_of(model, max_seq_len=64, num_slots=150, page_size=2)
     stems = [prompt_of(24, seed) for seed in range(3)]
@@ -220,7 +220,7 @@ def test_it_replays_from_graphs(prefill):
 
 
 def test_prompts_with_a_kept_beginning_are_one_graph_too():
-    """Under "auto" whole graphs begin at position 0, and of 8 tokens, except where prompts often do not."""
+    """Under "auto" whole graphs are for position 0 and 8 tokens on, except where prompts are often cached."""
     short = whole_sizes(EngineConfig(prefix_cache=True))[:4]
     assert short == (1, 2, 4, 8) and whole_sizes(EngineConfig())[0] == 8
     for keeps in (True, False):
@@ -235,7 +235,7 @@ def test_prompts_with_a_kept_beginning_are_one_graph_too():
 
 
 def test_changed_weights_are_noticed():
-    """An optimizer's step in place makes what was kept worthless; so does a weight that is replaced."""
+    """An optimizer's in-place step invalidates what is cached; so does a replaced weight."""
     model, prompt = model_of(), prompt_of(40)
     engine = engine_of(model, None)
 
@@ -252,7 +252,7 @@ def test_changed_weights_are_noticed():
     assert [found(), found()] == [0, 39]
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.randn_like(weight))
     assert [found(), found()] == [0, 39]
-    model.model.layers[0].mlp.up_proj.weight.data.zero_()  # leaves no trace
+    model.model.layers[0].mlp.up_proj.weight.data.zero_()  # changes no version counter
     engine.clear_prefix_cache()
     assert [found(), found()] == [0, 39]
     engine.detach()
@@ -274,7 +274,7 @@ def test_what_runs_while_weights_change_is_not_kept():
 
 
 def test_weights_that_change_while_requests_wait():
-    """Whoever waits is served by what is there when it is admitted."""
+    """A waiting request is served with the weights at its admission."""
     model, prompt = model_of(), prompt_of(40)
     engine = engine_of(model, None, max_batch=1)
     requests = engine.submit([prompt, [*prompt, 7]], max_new_tokens=NUM_TOKENS)

@@ -1,5 +1,5 @@
-"""Penalties, bans and biases: the function compared with `transformers`' own processors, the kernels against the
-function, and engines that speculate against `model.generate`, token for token or by chi-square."""
+"""Penalties, bans and biases: the function compared with `transformers`' own processors, the kernels with the function,
+and engines that speculate with `model.generate`, token for token or by chi-square."""
 
 import copy
 import random
@@ -22,7 +22,7 @@ SHAPES = pytest.mark.parametrize(
     [None, {"num_steps": 3}, {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}],
     ids=["plain", "chain", "tree"],
 )
-# One case a setting: what it is called by transformers, and here.
+# One case per setting: its name in transformers, and here.
 CASES = {
     "repetition_penalty": {"repetition_penalty": 1.3},
     "rewarded repetition": {"repetition_penalty": 0.5},
@@ -44,7 +44,7 @@ CASES = {
         "sequence_bias": [[[40], 3.0]],
     },
 }
-# What transformers' `generate` does not have: the reference is a loop over tokens.
+# Not in transformers' `generate`: the reference is a loop over tokens.
 OPENAI = {
     "frequency_penalty": {"frequency_penalty": 0.5},
     "presence_penalty": {"presence_penalty": 1.5},
@@ -54,7 +54,7 @@ OPENAI = {
 
 
 def random_case(seed, bs=3, num_nodes=7, vocab=30, num_steps=4):
-    """Trees over short histories of a small vocabulary, so that n-grams and words do come back."""
+    """Trees over short histories of a small vocabulary, so that n-grams and words recur."""
     rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
     parents = [[0] + [rng.randrange(i) for i in range(1, num_nodes)] for _ in range(bs)]
     depths = torch.zeros(bs, num_nodes, dtype=torch.int64)
@@ -179,7 +179,7 @@ def hf_text(model, prompt, num_tokens, **settings):
 
 
 def loop_text(model, prompt, num_tokens, **settings):
-    """Greedy text of a plain forward a token, processed by `by_transformers`."""
+    """Greedy text with one plain forward per token, processed by `by_transformers`."""
     ids, law, eos = list(prompt), SamplingParams(**settings), model.generation_config.eos_token_id
     for _ in range(num_tokens):
         with torch.inference_mode():
@@ -191,7 +191,7 @@ def loop_text(model, prompt, num_tokens, **settings):
 
 
 def apt_draft(model):
-    """A draft that is right as long as nothing is penalised: the model itself, under another address."""
+    """Return a draft that is right as long as nothing is penalised: a copy of the model."""
     return copy.deepcopy(model)
 
 
@@ -201,13 +201,13 @@ NUM_TOKENS = 20
 
 @pytest.fixture(scope="module")
 def references():
-    """A model that ends its first text early, what it says without settings, and what `generate` says with each."""
+    """A model that ends its first text early, its texts without settings, and `generate`'s texts with each."""
     model = tiny_model("llama").to(DEVICE)
     model.generation_config.eos_token_id = [2, hf_text(model, PROMPTS[0], NUM_TOKENS)[9]]
     plain = [hf_text(model, p, NUM_TOKENS) for p in PROMPTS]
     texts = {name: [hf_text(model, p, NUM_TOKENS, **s) for p in PROMPTS] for name, s in CASES.items()}
     texts |= {name: [loop_text(model, p, NUM_TOKENS, **s) for p in PROMPTS] for name, s in OPENAI.items()}
-    assert all(text != plain for text in texts.values())  # or they would show nothing
+    assert all(text != plain for text in texts.values())  # else they would show nothing
     return model, plain, texts
 
 
@@ -241,7 +241,7 @@ def test_what_the_model_ships_is_honoured_and_neighbours_keep_their_laws():
 
 @SHAPES
 def test_sampled_text_has_the_law_of_transformers(shape):
-    """The second token given the first, under penalty, bans and a bias: chi-square over 600 seeds."""
+    """Chi-square test over 600 seeds of the second token, given the first, under penalty, bans and a bias."""
     model, prompt = tiny_model("llama").to(DEVICE), [5, 9, 5, 9, 6]
     rules = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "bad_words_ids": [[5], [9]], "logit_bias": {20: 2.0}}
     draft = apt_draft(model) if shape else None
@@ -269,7 +269,7 @@ SMOLLM2_CASES = [
 
 @pytest.fixture(scope="module")
 def smollm2_texts(smollm2):
-    """Prompts, and what `generate` says to them with each of the settings."""
+    """Prompts, and the texts of `generate` with each of the settings."""
     model, tokenizer = smollm2
     prompts = chat_ids(["What is 17 times 3? Explain.", "Name three rivers of Europe."], tokenizer)
     return prompts, [[hf_text(model, p, NUM_SMOLLM2, **settings) for p in prompts] for settings in SMOLLM2_CASES]

@@ -87,7 +87,7 @@ def test_a_wrong_folder_name_or_file(tmp_path):
     (tmp_path / "gsm8k.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"gsm8k\.jsonl' holds no prompts; expected JSON lines with `question`"):
         read_set("gsm8k", tmp_path)
-    for line in ("{", f'{{"question": "a", "id": {"1" * 5000}}}'):  # Python reads no integer of so many digits
+    for line in ("{", f'{{"question": "a", "id": {"1" * 5000}}}'):  # Python refuses integers of so many digits
         (tmp_path / "gsm8k.jsonl").write_text('{"question": "a"}\n' + line)
         with pytest.raises(ValueError, match=r"gsm8k\.jsonl:2: not JSON"):
             read_set("gsm8k", tmp_path)

@@ -1,4 +1,4 @@
-"""Quantised targets: their texts are those of their own generate(); what passes between tokens is still compared."""
+"""Quantised targets: their texts equal their own generate(); checks between tokens still find faults."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -37,7 +37,7 @@ WAYS = {
     "tree": {**TREE, "cuda_graph": False},
     "compiled": {**CHAIN, **GRAPHS, "compile": True, "compiler": "eager"},
 }
-ROUNDS_ROWS = {"fp8": 8, "channels": 8, "w8a8": 3, "optimized": 8}  # texts part where two tokens are as likely
+ROUNDS_ROWS = {"fp8": 8, "channels": 8, "w8a8": 3, "optimized": 8}  # texts diverge where two tokens are equally likely
 KINDS = ("nf4", "int8", "torchao", "quanto", "fp8", "channels", "gptq", "awq", "w4a16", "w8a8", "optimized")
 
 
@@ -91,7 +91,7 @@ def load(folder, kind, threshold=0.0, dtype=torch.float32):
 
 
 def experts(kind, dtype=torch.float32):
-    """A model with quantised experts."""
+    """Return a model with quantised experts."""
     sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 160, "head_dim": 32, "num_experts_per_tok": 2, "eos_token_id": 2, "initializer_range": 0.2}
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def experts(kind, dtype=torch.float32):
 
 
 def assert_equal_texts(model, texts, expected, may_tie=True):
-    """Texts of `ragged_prompts` are equal; may_tie: on a GPU, whose sums are others, but for near ties."""
+    """Compare texts of `ragged_prompts`; may_tie: on a GPU, whose sums differ, near ties may differ."""
     for prompt, text, own in zip(ragged_prompts(), texts, expected, strict=False):
         at = next((i for i, (a, b) in enumerate(zip(text, own, strict=True)) if a != b), None)
         if at is not None:
@@ -144,7 +144,7 @@ def test_text_is_that_of_generate(folder, kind, way):
 
 @pytest.fixture
 def by_ops(monkeypatch):
-    """Quantised layers run by our ops on CPUs, too: their twins; counted are those of a flat graph."""
+    """Run quantised layers by our ops' twins on CPUs too; count the ops of flat graphs."""
     for module in ("quantised", "experts"):
         monkeypatch.setattr(f"specdec.reach.targets.adapters.{module}.has_kernels", lambda like: True)
     found, cut = Counter(), pieces.cut
@@ -162,8 +162,8 @@ def by_ops(monkeypatch):
 @pytest.mark.parametrize("kind", ["fp8", "channels", "gptq", "awq", "w4a16", "like nf4"])
 def test_layers_are_of_our_ops(folder, kind, by_ops):
     """Q, K and V are one product of a layer, gate and up another; text stays, live and compiled, and weights are read
-    again after they were written."""
-    dtype = torch.float32 if kind == "channels" else torch.bfloat16  # rows of one scale tip over with less
+    again after writes."""
+    dtype = torch.float32 if kind == "channels" else torch.bfloat16  # with one scale per row, less changes the text
     model = load(folder, kind, dtype=dtype)
     with specdec.attach(model, max_batch=3, max_seq_len=64, compile=True, compiler="eager") as engine:
         names = ("fp8_linear", "gated_linear_fp8", "packed_linear", "gated", "quantise", "rms_norm_fp8")
@@ -184,7 +184,7 @@ def test_layers_are_of_our_ops(folder, kind, by_ops):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_between_tokens_is_still_found(folder, kind):
-    """Keys that are smaller where the engine runs the model: rounding of quantised products does not hide them."""
+    """Keys that are smaller when the engine runs the model: rounding of quantised products does not hide them."""
     model = load(folder, kind)
     layer = model.model.layers[1].self_attn
 
@@ -198,7 +198,7 @@ def test_a_fault_between_tokens_is_still_found(folder, kind):
 @pytest.mark.filterwarnings("error:.*uncompiled")
 @pytest.mark.parametrize(("kind", "op"), [("fp8", "grouped_fp8"), ("mxfp4", "grouped_mxfp4")])
 def test_experts_are_of_our_ops(kind, op, by_ops):
-    model = experts(kind, torch.float32 if kind == "fp8" else torch.bfloat16)  # rows in FP8 tip over with less
+    model = experts(kind, torch.float32 if kind == "fp8" else torch.bfloat16)  # FP8 rows change with less
     with specdec.attach(model, max_batch=3, max_seq_len=64, compile=True, compiler="eager") as engine:
         assert (by_ops[op], by_ops["gated"]) == (8, 4 if kind == "fp8" else 0)
         texts = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
@@ -207,7 +207,7 @@ def test_experts_are_of_our_ops(kind, op, by_ops):
 
 @pytest.mark.filterwarnings("ignore:.*not compiled")
 def test_faults_of_models_with_experts_in_fp8_are_found(monkeypatch):
-    """One between tokens, and one of the product with experts itself."""
+    """A fault between tokens, and one in the product with experts."""
     model = experts("fp8")
     layer = model.model.layers[1].self_attn
 
@@ -233,7 +233,7 @@ def test_stand_ins_leave_no_trace(folder):
 
 
 def test_a_new_weight_is_packed_where_it_may_be_attached_again(folder):
-    """bitsandbytes packs a weight for a CPU in its layer's next forward, such as after PEFT has merged an adapter."""
+    """bitsandbytes packs a CPU weight in its layer's next forward, such as after PEFT has merged an adapter."""
     bitsandbytes, model = pytest.importorskip("bitsandbytes"), load(folder, "nf4")
     layer, prompt = model.model.layers[1].mlp.up_proj, ragged_prompts()[0]
     with specdec.attach(model, max_batch=1, max_seq_len=64, cuda_graph=False, compile=False) as engine:

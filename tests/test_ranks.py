@@ -1,4 +1,4 @@
-"""Ranks meet, or are named: threads over one store stand for processes."""
+"""Ranks that wait for each other, and missing ones named: threads over one store stand in for processes."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ def make():
 
 
 def on_all(ranks, fn):
-    """What fn(rank) returns, or raises, on every rank at once."""
+    """Return what fn(rank) returns, or raises, on all ranks at once."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(fn, rank) for rank in ranks]
         return [f.exception() or f.result() for f in futures]
@@ -109,7 +109,7 @@ def test_an_engine_that_lost_a_rank_says_so_ever_after(make):
 
 
 def test_a_thread_that_waits_for_the_device_is_looked_after(make):
-    """It cannot look itself; what it waits for must come to an end."""
+    """It cannot check for lost ranks itself; what it waits for must be ended."""
     ours, theirs = make()
     released = threading.Event()
     ours.on_lost = lambda told: released.set()
@@ -167,7 +167,7 @@ def test_a_rank_that_came_and_detached_at_once_has_come(make, monkeypatch):
     has, looked = Ranks._has, []
 
     def has_late(self, key):
-        """The other rank comes and leaves between two looks at the store."""
+        """The other rank arrives and leaves between two reads of the store."""
         if self is ours and key == "closed/1" and not looked:
             looked.append(key)
             theirs._set("0/1", {"what": "attach()", "value": 7})
@@ -201,7 +201,7 @@ def test_a_rank_without_signs_of_life_is_named(make, monkeypatch):
     ours, theirs = make()
     ours.wait(lambda: True, "a round")
     time.sleep(0.1)
-    ours._late()  # has seen it alive
+    ours._late()  # sees it alive
     theirs._is_over.set()  # as a killed process would
     start = time.monotonic()
     with pytest.raises(RankError, match=r"a round: rank 1 has sent no heartbeat for 0.5 s: it is gone"):
@@ -210,7 +210,7 @@ def test_a_rank_without_signs_of_life_is_named(make, monkeypatch):
 
 
 def test_a_rank_that_has_not_begun_or_has_detached_is_not_gone(make, monkeypatch):
-    """One may still load its weights, the other needs no signs of life any more."""
+    """One may still be loading its weights; the other need not send heartbeats any more."""
     monkeypatch.setattr(module, "LATE_S", 0.05)
     alone, (ours, theirs) = Ranks(dist.HashStore(), 0, 2), make()
     time.sleep(0.1)
@@ -218,7 +218,7 @@ def test_a_rank_that_has_not_begun_or_has_detached_is_not_gone(make, monkeypatch
         rank._late()
     theirs.close()
     theirs._beats.join(1)
-    ours._late()  # has seen the last one
+    ours._late()  # sees the last heartbeat
     time.sleep(0.1)
     assert alone._late() == ours._late() == []
     alone.close()
