@@ -203,7 +203,7 @@ def test_a_crash_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch
 
 
 def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
-    """safetensors refuses shared ones, and readers need all names: an output head that is the embedding, or its rows."""
+    """safetensors refuses shared ones, and readers need all names: an output head that is the embedding or its rows."""
     layer, sizes = LayerConfig(lm.HIDDEN, 40, 4, 2, 8), (40, lm.VOCAB)
     configs = [Eagle3Config(layer, lm.HIDDEN, lm.VOCAB, n, (0, 1, 2), own_embedding=True) for n in sizes]
     narrow, wide = map(Eagle3Head, configs)

@@ -46,7 +46,7 @@ def test_kernels_equal_their_twin_and_bits_are_a_rows_own(dtype, monkeypatch):
 def product_of(num_rows, K, sizes, rest=0, rank=16, num=5, dtype=torch.bfloat16):
     """Rows, weight, bias, and adapters: 1 to `num` and none in turn, two rows each.
 
-    NumPy's order of sums depends on shapes: there all values are eighths, and sums exact; low-rank ones are rounded, too.
+    NumPy's order of sums depends on shapes: there all values are eighths, sums exact, and low-rank ones rounded too.
     """
 
     def eighths(t):

@@ -41,7 +41,7 @@ def expected(shape, p, gain):
 
 
 def play(policy, bucket, law, gain, rounds, real=COSTS, context=512, tells_time=False):
-    """Return the tokens per ms of `policy`, with results one round late, over those of fixed shapes and of an oracle."""
+    """Return the tokens per ms of `policy`, results one round late, over those of fixed shapes and of an oracle."""
     rng, tokens, ms, before, late = random.Random(0), 0, 0.0, 1, None
     fixed, best = [0.0] * len(SHAPES), [0.0, 0.0]
     batch = 4 if bucket == 100 else bucket
