@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launches import DEVICE, DRAFTS, finish, launch_ms, make_parser  # of this folder
+from launches import DEVICE, DRAFTS, finish, launch_ms, make_parser  # in this folder
 from safetensors.torch import save_file
 
 from specdec import attach

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from serve_hostile import BODIES  # of this folder
+from serve_hostile import BODIES  # in this folder
 from starlette.testclient import TestClient
 
 from specdec.tools.measure.results import write_results

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from launches import DEVICE, DRAFTS, finish, launch_ms, make_parser  # of this folder
+from launches import DEVICE, DRAFTS, finish, launch_ms, make_parser  # in this folder
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
 from specdec import attach

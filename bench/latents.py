@@ -10,7 +10,7 @@ import gc
 from typing import Any
 
 import torch
-from launches import DEVICE, finish, launch_ms, make_parser  # of this folder
+from launches import DEVICE, finish, launch_ms, make_parser  # in this folder
 from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig
 
 from specdec import attach

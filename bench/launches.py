@@ -35,8 +35,8 @@ def finish(args: argparse.Namespace, what: str, shape: str, rows: list[dict[str,
 
 
 def launch_ms(engine: Engine, prompts: Any, new_tokens: int, **options: Any) -> float:
-    """Return the ms of a launch, for the request that takes the most, without the first token: the median of five pairs
-    of calls, since a host's prefills of many requests vary by milliseconds. options: of `generate`."""
+    """Return the ms of a launch, for the request with the most rounds, without the first token: the median of five
+    pairs of calls, since a host's prefills of many requests vary by milliseconds. options: of `generate`."""
 
     def call(count: int) -> tuple[float, int]:
         start = time.perf_counter()

@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from launches import DEVICE, DRAFTS, launch_ms, make_parser  # of this folder
+from launches import DEVICE, DRAFTS, launch_ms, make_parser  # in this folder
 
 from specdec import attach
 from specdec.backends.experts.quantised import grouped_mxfp4, pack_mxfp4

@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from launches import DEVICE, make_parser  # of this folder
+from launches import DEVICE, make_parser  # in this folder
 from torch.profiler import ProfilerActivity, profile
 
 from specdec import attach

@@ -35,7 +35,7 @@ def engine_of(model, algo, **options):
 
 @pytest.mark.parametrize(("name", "algo", "shape"), SUBJECTS, ids=str)
 def test_text_is_that_of_generate(name, algo, shape):
-    """A prompt, the same again, one that diverges from it, and another that diverges there and finds the third's state."""
+    """A prompt, the same again, one that diverges, and another that diverges there: it uses the third one's state."""
     model = recurrent_model(name).to(DEVICE)
     engine = engine_of(model, algo, page_size=2, **shape)
     stem = prompt_of(30)

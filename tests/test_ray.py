@@ -33,10 +33,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def target(cluster, smollm2, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """SmolLM2 in a folder, which replicas read faster than the .gguf file."""
+    """SmolLM2 saved to a folder, which replicas read faster than the .gguf file."""
     folder, (model, tokenizer) = tmp_path_factory.mktemp("target"), smollm2
     config = copy.deepcopy(model.config)
-    del config.quantization_config  # of the .gguf file: its weights are fp32 by now
+    del config.quantization_config  # the .gguf file's: the weights are fp32 by now
     twin = type(model)(config)
     twin.load_state_dict(model.state_dict())
     twin.generation_config = model.generation_config
@@ -67,7 +67,7 @@ def test_a_replica_that_dies_loses_no_row_and_repeats_none(cluster, target, expe
     mark = tmp_path / "died"
 
     class Mortal(specdec.ray.BatchReplica):
-        """Dies once, after it has generated the batch of row 7 and before it has handed it over."""
+        """Dies once, after it has generated the batch of row 7 and before it returns it."""
 
         def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
             out = super().__call__(batch)

@@ -1,4 +1,4 @@
-"""A replica of Ray Serve without Ray: what a client that leaves frees."""
+"""A replica of Ray Serve without Ray: what a client that disconnects frees."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ from tests.tiny_models import tiny_model
 
 @pytest.fixture
 def replica(monkeypatch):
-    """A replica around an engine on a tiny model, its requests without an end in sight."""
+    """A replica around an engine on a tiny model, with requests that run for long."""
     pytest.importorskip("starlette")
     if "ray" not in sys.modules:
         for name in ("ray", "ray.data"):
@@ -35,7 +35,7 @@ def test_clients_that_leave_free_their_rows(replica):
     engine = replica.engine
 
     async def leave() -> None:
-        """Six clients, of whom four run, leave after the first rounds; another one is answered."""
+        """Six clients, four of them running, disconnect after the first rounds; another one gets its answer."""
         calls = [asyncio.create_task(replica([3 + i, 4])) for i in range(6)]
         while not any(request.tokens for request in engine._core.scheduler.running) and not calls[0].done():
             await asyncio.sleep(0.001)

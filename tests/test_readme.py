@@ -1,4 +1,4 @@
-"""Python blocks of README and docs/ are run as they stand, README's on the real model, but for loading and port."""
+"""Python blocks of README and docs/ run as they are, README's on the real model, except for loading and port."""
 
 import doctest
 import re
@@ -18,7 +18,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 @pytest.fixture
 def port(smollm2):
-    """Of a server as `specdec serve bundled` would be, on any free port."""
+    """The port of a server like that of `specdec serve bundled`, on any free port."""
     uvicorn = pytest.importorskip("uvicorn")
     from specdec.tools.serve.server import build_app
 
@@ -42,7 +42,7 @@ def blocks(path=README):
 
 
 def run(text, names):
-    """Run examples; a failure is shown as doctest shows it."""
+    """Run examples; report a failure as doctest does."""
     lines: list[str] = []
     test = doctest.DocTestParser().get_doctest(text, names, "README.md", str(README), 0)
     assert test.examples
@@ -53,7 +53,7 @@ def run(text, names):
 
 
 def test_every_block_says_what_happens(smollm2, request, monkeypatch):
-    """README's models are Llama and a head of the Hub: the bundled model and its head answer for them here."""
+    """README names Llama and a head of the Hub: here the bundled model and its head replace them."""
     pytest.importorskip("openai")
     model, tokenizer = smollm2
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda name, dtype: model)

@@ -1,4 +1,4 @@
-"""Recording a callable: the graph that Dynamo finds, at a fraction of the time; what it cannot do is left to Dynamo."""
+"""Recording a callable: the graph that Dynamo would make, in a fraction of the time; the rest is left to Dynamo."""
 
 import subprocess
 import sys
@@ -19,14 +19,14 @@ SIN = (torch.ops.aten.sin.default,)
 
 @pytest.fixture
 def walks(monkeypatch):
-    """An entry for every callable that Dynamo walks through."""
+    """The callables that Dynamo traces."""
     seen, live = [], walking._walk
     monkeypatch.setattr(walking, "_walk", lambda *args: seen.append(args[0]) or live(*args))
     return seen
 
 
 class Block(nn.Module):
-    """Calls of torch in all forms: methods, operators, functions in C and in Python, ops; sizes, items, results."""
+    """Calls torch in all forms: methods, operators, functions in C and in Python, ops; sizes, items, results."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def test_what_follows_takes_results_of_the_same_calls_alone():
         torch.testing.assert_close(graph(*args)[0], model(x))
         graphs.append(graph)
     calls = [[n.meta.get("example_value") for n in graph.graph.nodes if n.op != "placeholder"] for graph in graphs]
-    values = [[value for value in results if value is not None] for results in calls]  # not of sizes and writes
+    values = [[value for value in results if value is not None] for results in calls]  # sizes and writes have none
     same = [[a is b for a, b in zip(values[0], others, strict=True)] for others in values[1:]]
     assert all(same[0]), "nothing is computed again"
     assert same[1] == sorted(same[1], reverse=True) and 0 < sum(same[1]) < len(same[1]), "until a call is another"
@@ -173,5 +173,5 @@ TRACED_ALONE = """if True:
 
 
 def test_a_trace_imports_no_compiler():
-    """Torch's take half a second, and a trace needs none."""
+    """Importing torch's takes half a second, and a trace needs none."""
     subprocess.run([sys.executable, "-c", TRACED_ALONE], check=True, timeout=120)

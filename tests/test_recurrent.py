@@ -1,4 +1,4 @@
-"""Recurrent models through the whole engine: the text of `generate`, whatever drafts, shapes and graphs."""
+"""Recurrent models in the whole engine: the text of `generate`, with any drafts, shapes and graphs."""
 
 from itertools import product
 
@@ -16,9 +16,9 @@ from tests.state_tensors import pool_bytes, pool_tensors
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import DEVICE, VOCAB
 
-REFUSED = ("qwen4_exp", "inkling")  # their attention takes what we cannot give
+REFUSED = ("qwen4_exp", "inkling")  # our ops cannot express their attention
 TYPES = [name for name in CONFIGS if name not in REFUSED]
-KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "zamba", "lfm2")  # of recurrences, a model each
+KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "zamba", "lfm2")  # of recurrences, one model each
 FEW = KINDS if DEVICE.type == "cuda" else ("qwen3_next", "falcon_h1", "lfm2")  # graphs are slow on a CPU
 NUM_TOKENS = 16
 CHAIN = {"num_steps": 3}
@@ -30,7 +30,7 @@ GRAPHS = {
     "piecewise": {"prefill_graph": "piecewise", "compile": True, "compiler": "eager"},
 }
 DRAFTS = ("eagle", "eagle3", "nextn", "standalone", "lookup")
-MISFITS = {  # by draft: what it does not go with
+MISFITS = {  # by draft: the types that it does not support
     "eagle3": ("mamba", "falcon_mamba", "falcon_h1"),  # the tiny models have too few layers
     "nextn": tuple(name for name in TYPES if name not in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")),
     "lookup": ("tree",),
@@ -39,7 +39,7 @@ COMBINATIONS = [c for c in product(TYPES, DRAFTS, ("chain", "tree")) if not set(
 
 
 def is_drawn(name, draft, shape):
-    """A shape of EAGLE for every type, and of a third of the other drafts: graphs are slow on a CPU."""
+    """Pick one EAGLE shape for every type, and a third of the other drafts: graphs are slow on a CPU."""
     place = TYPES.index(name) + DRAFTS.index(draft)
     is_shape = draft == "lookup" or place % 2 == (shape == "tree")
     return is_shape and (draft == "eagle" or place % 3 == 0)
@@ -50,7 +50,7 @@ def model_of(name, seed=0):
 
 
 def engine_of(model, draft="eagle", **settings):
-    """An engine whose draft is of the algorithm `draft`, or is that model; states of rows are NaN, until they begin."""
+    """An engine with a draft of the algorithm `draft`, or that model; states of rows are NaN until a request begins."""
     algo = draft if draft in (None, "lookup") else "auto"
     given = draft if isinstance(draft, torch.nn.Module) else None
     if isinstance(draft, str) and draft != "lookup":
@@ -73,7 +73,7 @@ def check_text(engine, expected):
 
 @pytest.mark.parametrize("name", TYPES if DEVICE.type == "cuda" else KINDS)
 def test_every_type_equals_generate(name):
-    """Prompts of several lengths in chunks of 7; rows are used again."""
+    """Prompts of several lengths in chunks of 7; rows are reused."""
     model = model_of(name)
     expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     own = model(torch.tensor([ragged_prompts()[0]], device=DEVICE)).logits
@@ -89,7 +89,7 @@ def test_every_type_equals_generate(name):
     ("name", "draft", "shape"), COMBINATIONS if DEVICE.type == "cuda" else [c for c in COMBINATIONS if is_drawn(*c)]
 )
 def test_every_type_and_algorithm_in_graphs(name, draft, shape):
-    """All there is, each forward replayed; a standalone draft is another model of the type."""
+    """All combinations, each forward replayed; a standalone draft is another model of the same type."""
     model = model_of(name)
     expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     given = model_of(name, seed=3) if draft == "standalone" else draft
@@ -112,7 +112,7 @@ def test_every_type_and_algorithm_in_graphs(name, draft, shape):
     [*((name, "whole") for name in FEW), ("qwen3_next", "breakable"), *((name, "piecewise") for name in FEW[2:])],
 )
 def test_every_graph_replays(name, graphs):
-    """In whole ones a recurrent draft, too."""
+    """With whole graphs, of a recurrent draft too."""
     model = model_of(name)
     expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()[:3]]
     settings = {"cuda_graph": True, "prefill_buckets": (8, 16), "max_prefill_tokens": 16, **GRAPHS[graphs]}
@@ -131,7 +131,7 @@ def test_every_graph_replays(name, graphs):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
 def test_nextn_layers_compile(name):
-    """As Inductor compiles pieces, whose graphs are stricter than torch's own."""
+    """Inductor compiles the pieces, which is stricter about graphs than torch."""
     model = model_of(name)
     expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     engine = engine_of(model, "nextn", **CHAIN, compile=True, compiler="inductor", cuda_graph=True, strict=True)
@@ -143,9 +143,9 @@ def test_nextn_layers_compile(name):
 @SHAPES
 @pytest.mark.parametrize("name", FEW)
 def test_a_draft_that_is_the_same_model_is_always_right(name, shape):
-    """Its states after drafting, extending and beginning are those of the text: it accepts all S drafts."""
+    """Its states after draft, extend and prefill are those of the text: it accepts all S drafts."""
     model, draft = model_of(name), model_of(name)
-    for m in (model, draft):  # so sure of itself that trees hold its best path
+    for m in (model, draft):  # so confident that trees contain its best path
         m.get_output_embeddings().weight.mul_(50)
     engine = engine_of(model, draft, **shape)
     prompts = ragged_prompts()[:2]
@@ -156,7 +156,7 @@ def test_a_draft_that_is_the_same_model_is_always_right(name, shape):
 
 @pytest.mark.parametrize("name", ["qwen3_next", "zamba2"])
 def test_sampled_tokens_follow_the_targets_own_law(name):
-    """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
+    """Chi-square test over 1000 seeds of the second token, drafted and verified, given the first."""
     model, prompt = model_of(name), ragged_prompts()[1]
     engine = engine_of(model, "eagle", num_steps=1, max_batch=250, max_seq_len=32, max_prefill_tokens=1024)
     assert_own_law(engine, model, prompt)
@@ -165,7 +165,7 @@ def test_sampled_tokens_follow_the_targets_own_law(name):
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
 def test_states_do_not_drift(name):
-    """Folded round by round, the states after a long text are those of one forward over it."""
+    """Folded round by round, the states after a long text equal those of one forward over it."""
     num_tokens = 4096 if DEVICE.type == "cuda" else 150
     model = model_of(name)
     engine = engine_of(model, "lookup", num_steps=3, max_seq_len=num_tokens + 64, max_batch=1)

@@ -1,4 +1,4 @@
-"""Recurrent layers: both sets of operations against a loop in fp64, through prefills, rounds and commits."""
+"""Recurrent layers: both sets of ops against a loop in fp64, in prefills, rounds and commits."""
 
 import copy
 from itertools import pairwise
@@ -23,7 +23,7 @@ from tests.state_tensors import pool_bytes, pool_tensors
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"  # the interpreter is slow
 NUM_ROWS, DUMMY, MAX_TAIL = 5, 4, 12
-WEAK = 0.02  # decays that let a state live through a chunk; with those of 1.0, the usual ones here, hardly any does
+WEAK = 0.02  # decays that keep a state through a chunk; with those of 1.0, the default here, hardly any survives
 KINDS = {
     "delta": ScanSpec(2, 1, 6, 11, "head", is_corrected=True),
     "delta by key": ScanSpec(2, 2, 8, 4, "key", is_corrected=True),
@@ -36,13 +36,13 @@ KINDS = {
     "delta of units": ScanSpec(4, 4, 6, 11, "head", is_corrected=True),
     "delta by key of units": ScanSpec(2, 1, 8, 4, "key", is_corrected=True),
 }
-GIVEN = {"delta of units": 2, "delta by key of units": 1}  # heads of queries and keys, which are to be made units
-# Parents of the nodes of two trees; the second tree comes in two forwards.
+GIVEN = {"delta of units": 2, "delta by key of units": 1}  # heads of queries and keys, which the op must normalise
+# Parents of the nodes of two trees; the second tree takes two forwards.
 TREES = ([-1, 0, 0, 1, 1, 2], [-1, 0, 0, 2, 1, 2, 3, 0])
 
 
 class NaiveScan:
-    """The recurrence as it is written down, a token at a time, fp64."""
+    """The recurrence by definition, token by token, in fp64."""
 
     def __init__(self, spec, random, strength=1.0, given=None):
         self.spec, self.random, self.strength, self.given = spec, random, strength, given
@@ -54,7 +54,7 @@ class NaiveScan:
         return torch.zeros(self.spec.heads, self.spec.k_dim, self.spec.v_dim, dtype=torch.float64)
 
     def inputs(self, num):
-        """q, k, v, g, beta or None, by token."""
+        """Return q, k, v, g, beta or None, by token."""
         s = self.spec
         q, k = torch.randn(2, num, self.given or s.key_heads, s.k_dim, generator=self.random)
         g = torch.rand(num, *s.decay_shape, generator=self.random) * self.strength
@@ -86,7 +86,7 @@ class NaiveScan:
 
 
 class NaiveConv:
-    """The last inputs, as a list; the longest convolution has SiLU behind it."""
+    """Keeps the last inputs in a list; the longest convolution is followed by SiLU."""
 
     def __init__(self, spec, random, strength=1.0, given=None):
         self.spec, self.random = spec, random
@@ -112,12 +112,12 @@ class NaiveConv:
 
 
 def strided(x):
-    """The same, not dense."""
+    """Return the same values, not contiguous."""
     return torch.stack([x, x], -1)[..., 0]
 
 
 class Session:
-    """Forwards and commits of one layer in a pool, each compared with the naive one."""
+    """Runs forwards and commits of one layer in a pool, and compares each with the naive one."""
 
     def __init__(self, kind, ops, strength=1.0, dtype=torch.float32, tolerance=2e-5, max_tail=MAX_TAIL):
         spec, random = KINDS[kind], torch.Generator().manual_seed(len(kind))
@@ -126,7 +126,7 @@ class Session:
         other = ScanSpec(1, 1, 2, 2, "head", is_corrected=False)
         self.pool = StatePool([other, ConvSpec(3, 2), spec, spec], NUM_ROWS, max_tail, torch.float32, DEVICE, ops)
         for layer in self.pool.layers:
-            layer.state.fill_(float("nan"))  # what begins at 0 must not see what a row held
+            layer.state.fill_(float("nan"))  # a request that begins at 0 must not read what its row held
         self.table = torch.zeros(NUM_ROWS, 256, dtype=torch.int32, device=DEVICE)
         self.commit_pool = self.pool.committer(TORCH_OPS)
         self.states, self.lens = {}, torch.zeros(NUM_ROWS, dtype=torch.int64)
@@ -140,7 +140,7 @@ class Session:
         torch.testing.assert_close(found.double().cpu(), expected.double(), rtol=self.tolerance, atol=self.tolerance)
 
     def prefill(self, rows, lens, padding=0):
-        """Tokens for rows, on top of what those hold; returns what is equal to the naive outputs."""
+        """Prefill rows with more tokens; return the outputs, which equal the naive ones."""
         inputs = self.naive.inputs(sum(lens) + padding)
         starts, on_device = self.lens[rows].to(DEVICE), torch.tensor(rows, device=DEVICE)
         q_lens = torch.tensor(lens, device=DEVICE)
@@ -161,7 +161,7 @@ class Session:
         return [None if x is None else x[t].to(self.dtype) for x in inputs]
 
     def nodes(self, rows, parents, first, num_words=1):
-        """New nodes from number `first` on, of trees of these parents; None: chains."""
+        """Run new nodes from number `first` on, of trees with these parents; None: chains."""
         before = {name: t.clone() for name, t in pool_tensors(self.pool, "").items() if "state" in name}
         tail_len = len(parents)
         q_len = tail_len - first
@@ -189,7 +189,7 @@ class Session:
         assert all(torch.equal(value, after[name]) or value.isnan().any() for name, value in before.items())
 
     def step(self, rows):
-        """A token for each row, which counts at once."""
+        """Run one token for each row, committed at once."""
         metadata = TORCH_METADATA.uniform(
             ForwardMode.DECODE, self.table, torch.tensor(rows, device=DEVICE), self.lens[rows].to(DEVICE),
             q_len=1, max_prefix=256,
@@ -237,7 +237,7 @@ def path_to(parents, node):
 
 
 def word(bits):
-    """int64 with these bits set."""
+    """Return the int64 with these bits set."""
     return sum(1 << n for n in bits) - (1 << 64 if 63 in bits else 0)
 
 
@@ -247,7 +247,7 @@ def chain(num):
 
 @pytest.fixture(params=["torch", "triton"])
 def ops(request, monkeypatch):
-    """Triton in blocks so small that the layers of this file have several, and as many chunks."""
+    """The torch ops, or Triton's in blocks so small that the layers here need several, and several chunks."""
     if request.param == "torch":
         return TORCH_RECURRENT
     monkeypatch.setattr(scan_kernels, "TILE", 32)
@@ -257,7 +257,7 @@ def ops(request, monkeypatch):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "conv" not in kind])
 def test_prefills_that_are_cut_at_multiples_of_64_have_equal_bits(kind):
-    """As where the states of a prompt's beginning are kept: all that follows is the same."""
+    """The prefix cache keeps states at such cuts: everything after them must be the same."""
     spec, num = KINDS[kind], 70
     naive = NaiveScan(spec, torch.Generator().manual_seed(0), WEAK)
     inputs = naive.inputs(num)
@@ -272,7 +272,7 @@ def test_prefills_that_are_cut_at_multiples_of_64_have_equal_bits(kind):
             metadata = TORCH_METADATA.packed(table, rows, starts, lens, end - begin, 256)
             with recurrent_scope(StateScope(pool, metadata)):
                 outputs.append(naive.run(0, [None if t is None else t[begin:end] for t in inputs]))
-            pool.copy(rows, torch.tensor([3], device=DEVICE))  # by way of a snapshot, to another row
+            pool.copy(rows, torch.tensor([3], device=DEVICE))  # through a snapshot, to another row
             pool.copy(torch.tensor([3], device=DEVICE), torch.tensor([1], device=DEVICE))
         found.append((torch.cat(outputs), pool.layers[0].state[1]))
     for whole, parts in zip(*found, strict=True):
@@ -301,9 +301,9 @@ def test_prefills_rounds_and_commits_equal_a_loop_over_tokens(kind, ops):
     session.prefill([2], [3])
     session.nodes([2, 1], chain(2), 0)
     session.commit([2, 1], [[0, 1], [0]])
-    session.step([3])  # a state that begins with a step
+    session.step([3])  # the state's first use is a step
     session.lens[3] = 0
-    session.nodes([3], chain(2), 0)  # a state that begins with a round
+    session.nodes([3], chain(2), 0)  # the state's first use is a round
     session.commit([3], [[0, 1]])
 
 
@@ -346,7 +346,7 @@ def test_inputs_of_16_bits_lose_nothing_more(kind):
 
 def bits_of_three_tokens(kind, spec, dtype, parents, path):
     """Outputs of three tokens after a prefill, as plain steps (parents None) or as nodes `path` of a tree, and of one
-    step more, with the states in between."""
+    more step, with the states in between."""
     naive = (NaiveConv if isinstance(spec, ConvSpec) else NaiveScan)(spec, torch.Generator().manual_seed(len(kind)))
     pool = StatePool([spec], NUM_ROWS, MAX_TAIL, dtype, DEVICE, TRITON_RECURRENT)
     table, row, found = (
@@ -404,7 +404,7 @@ REAL = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", REAL)
 def test_real_sizes_equal_the_twin(kind, dtype, strength, scale):
-    """What is compiled depends on sizes; q and k as models in 16 bits and in fp32 give them."""
+    """Compiled kernels depend on sizes; q and k are as in models of 16 bits and of fp32."""
     spec = REAL[kind]
     if scale is not None and not spec.is_corrected:
         pytest.skip("no units")
@@ -429,7 +429,7 @@ ONE_BIT = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gates_of_delta_rules_equal_their_twin(dtype):
     joined, (rates, bias) = torch.randn(700, 11, device=DEVICE).to(dtype), torch.randn(2, 3, device=DEVICE)
-    joined[0, 2:5] = 30.0  # where softplus is its argument
+    joined[0, 2:5] = 30.0  # where softplus(x) = x
     joined[1:7, 2:5] = torch.tensor([-2.9, -3.1, -6, -10, -15, -30], device=DEVICE).to(dtype).unsqueeze(1)
     given = joined[:, 2:5], joined[:, 7:10], rates.to(dtype), bias
     ours = units.delta_gates(*given)
@@ -449,7 +449,7 @@ def test_strong_decays_underflow_to_nothing(kind, ops):
 
 
 def test_prefills_of_strong_rates_round_as_a_loop_does(ops):
-    """Decays by element are no differences of sums there, whose rounding strong rates would multiply."""
+    """Decays by element are not differences of sums there, whose rounding strong rates would amplify."""
     session = Session("s6", ops, strength=20.0, tolerance=4e-6)
     session.naive.rates *= 20
     session.prefill([1], [80])

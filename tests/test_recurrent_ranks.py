@@ -1,4 +1,4 @@
-"""Recurrent models that two ranks share, over gloo or a GPU each: the text and the logits of one process."""
+"""Recurrent models on two ranks, over gloo or a GPU each: the text and the logits of one process."""
 
 import warnings
 from contextlib import contextmanager
@@ -25,23 +25,23 @@ from tests.state_tensors import pool_bytes
 from tests.test_attach import ragged_prompts
 from tests.test_tensor_parallel import error_of, shards_of
 
-BY_HEADS = ("qwen3_next", "qwen3_5_moe")  # where HF's plan gathers, and heads can be shared
+BY_HEADS = ("qwen3_next", "qwen3_5_moe")  # where HF's plan gathers, and heads can be split
 WHOLE = ("kimi_linear", "one_key_head")  # where every rank runs whole recurrent layers
 NAMES = (*BY_HEADS, *WHOLE)
-MADE = {"one_key_head": ("qwen3_5", {"linear_num_key_heads": 1})}  # type and changes of its config, if not its name
+MADE = {"one_key_head": ("qwen3_5", {"linear_num_key_heads": 1})}  # type and changes to its config, if not its name
 PROMPTS = ragged_prompts()[:3]
 SHAPES = {"chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}}
 SETTINGS = {"max_batch": 3, "max_seq_len": 64, "graph_sampling": ("greedy",), "prefill_graph": "off"}
 RUNS = {name: [("eagle", "chain", {})] for name in WHOLE}
 RUNS |= {name: [("eagle", "chain", {}), ("eagle", "tree", {"cuda_graph": True})] for name in BY_HEADS}
 RUNS["qwen3_next"] += [("nextn", "chain", {}), ("the same model", "tree", {})]
-ON_GPU = {"qwen3_next": [("eagle", "chain", {"cuda_graph": True, "compile": True})]}  # to trace takes a CPU too long
-EVERY = {"qwen3_next": 9, "qwen3_5_moe": 9, "kimi_linear": 5, "one_key_head": 21}  # collectives of a forward
-SUMS = dict.fromkeys(NAMES, 1) | {"kimi_linear": 0, "one_key_head": 5}  # collectives of a mixer
+ON_GPU = {"qwen3_next": [("eagle", "chain", {"cuda_graph": True, "compile": True})]}  # tracing takes a CPU too long
+EVERY = {"qwen3_next": 9, "qwen3_5_moe": 9, "kimi_linear": 5, "one_key_head": 21}  # collectives per forward
+SUMS = dict.fromkeys(NAMES, 1) | {"kimi_linear": 0, "one_key_head": 5}  # collectives per mixer
 
 
 def whole_model(name):
-    """A random model in which heads differ in every weight."""
+    """Return a random model whose heads differ in every weight."""
     kind, changes = MADE.get(name, (name, {}))
     model = recurrent_model(kind, **changes)
     for parameter in model.parameters():
@@ -51,7 +51,7 @@ def whole_model(name):
 
 
 def texts(model, name):
-    """The tokens of every run, and the bytes of states; drafts are made from a whole model, so that they are equal."""
+    """Return the tokens of every run, and the bytes of states; drafts come from a whole model, so they are equal."""
     found, whole, sizes = [], whole_model(name), set()
     for algo, shape, settings in RUNS[name] + (ON_GPU.get(name, []) if model.device.type == "cuda" else []):
         draft = whole_model(name) if algo == "the same model" else random_draft(whole, algo)
@@ -75,7 +75,7 @@ def logits_of(model):
 
 
 def play(rank, folder, device, paths):
-    """What a rank finds of every model, and then of faults."""
+    """Return what a rank finds for every model, and then for faults."""
     ranks.BEAT_S = 0.2
     found = {name: found_of(name, path) for name, path in paths.items()}
     model = sharded(paths["qwen3_5_moe"])
@@ -84,7 +84,7 @@ def play(rank, folder, device, paths):
     found["converted"] = converted(sharded(paths["qwen3_5_moe"]))
     if device == "cpu":
         found["shape"] = shape_ranks.found_of_shape()
-        # the last one, as the group is of no use after it; on GPUs, processes may end with it: see test_tensor_parallel
+        # last, as the group is unusable after it; on GPUs, processes may end with it: see test_tensor_parallel.py
         found["unshared"] = fails_to_share(model, rank)
     return found
 
@@ -109,7 +109,7 @@ def found_of(name, path):
 
 @contextmanager
 def made_plain(model):
-    """Within it the model is as engines run it."""
+    """Within the context, make the model plain, as engines run it."""
     communicator = Communicator(find_group(model), model.device)
     parallelism = plain(model, communicator.name)
     try:
@@ -121,19 +121,19 @@ def made_plain(model):
 
 
 def attributes_of(model):
-    """Plain attributes of mixers, and forwards of instances."""
+    """Return plain attributes of mixers, and instance-level forwards."""
     counts = [[v for v in vars(mixer.module).values() if isinstance(v, int)] for mixer in Mixers(model).mixers]
     return counts, [vars(module).get("forward") for module in model.modules()]
 
 
 def saved_of(model):
-    """What a checkpoint would get: names, types, shapes and sums."""
+    """Return what a checkpoint would contain: names, types, shapes and sums."""
     state = {name: (t, t.to_local() if isinstance(t, DTensor) else t) for name, t in model.state_dict().items()}
     return {name: (type(t), t.shape, float(local.double().sum())) for name, (t, local) in state.items()}
 
 
 def collectives(call):
-    """How many collectives a call runs."""
+    """Return the number of collectives in a call."""
     calls = []
     kinds = {kind: getattr(Communicator, kind) for kind in ("all_reduce", "all_gather")}
     noted = {kind: lambda self, x, run=run: calls.append(x) or run(self, x) for kind, run in kinds.items()}
@@ -143,13 +143,13 @@ def collectives(call):
 
 
 def sums_of(model):
-    """How many collectives each mixer runs."""
+    """Return the number of collectives of each mixer."""
     x = torch.ones(1, 3, model.config.hidden_size, device=model.device)
     return [collectives(lambda mixer=mixer: mixer.module(x)) for mixer in Mixers(model).mixers]
 
 
 def miscut(model, key, dim):
-    """Logits of a model one of whose weights goes to other heads, what is told of that, and collectives of mixers."""
+    """Return logits of a model with one weight assigned to wrong heads, the warnings, and collectives of mixers."""
     replace = SharedMixers.replace_weight
 
     def wrong(self, name, module, short, own):
@@ -162,7 +162,7 @@ def miscut(model, key, dim):
 
 
 def written(model, key):
-    """Generate after a weight of HF's has been written."""
+    """Generate after a write to one of HF's weights."""
     weight = model.model.layers[2].linear_attn.get_parameter(key)
     engine = specdec.attach(model, None, **SETTINGS)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def written(model, key):
 
 
 def converted(model):
-    """Types of a mixer's weights that were converted and frozen, and whether their values are those from before."""
+    """Return the types of a mixer's weights after conversion and freezing, and whether their values are unchanged."""
     mixer = model.model.layers[2].linear_attn
     before = [local.double() for _, local in shards_of(mixer)]
     with made_plain(model):
@@ -184,7 +184,7 @@ def converted(model):
 
 
 def fails_to_share(model, rank):
-    """Rank 1 has no memory for the fifth weight; what it leaves, and whether the model is as it was."""
+    """Rank 1 has no memory for the fifth weight; return the error, and whether the model is unchanged."""
     before, calls, replace = attributes_of(model), [], SharedMixers.replace_weight
 
     def broken(self, *args):
@@ -200,7 +200,7 @@ def fails_to_share(model, rank):
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory, device):
-    """What each rank found."""
+    """Return what each rank found."""
     paths = {name: str(tmp_path_factory.mktemp(name)) for name in NAMES}
     for name, path in paths.items():
         whole_model(name).save_pretrained(path)
@@ -209,7 +209,7 @@ def played(tmp_path_factory, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_write_what_one_process_writes(played, device, name):
-    """And each keeps its heads' part of the states, where heads are shared."""
+    """Where heads are split, each rank has its heads' part of the states."""
     expected = texts(whole_model(name).to(device), name)
     for found in (p[name] for p in played):
         assert found["texts"] == expected["texts"]
@@ -220,7 +220,7 @@ def test_ranks_write_what_one_process_writes(played, device, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_one_process(played, device, name):
     expected = logits_of(whole_model(name).to(device))
-    assert expected.std() > 0.1  # there is something to compare
+    assert expected.std() > 0.1  # so that the comparison means something
     for found in (p[name] for p in played):
         assert (found["logits"] - expected).abs().max() <= 1e-5 * expected.abs().max()
         assert set(found["sums"]) == {SUMS[name]} and found["collectives"] == EVERY[name]
@@ -228,7 +228,7 @@ def test_logits_are_those_of_one_process(played, device, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_detach_gives_back_what_was_there(played, name):
-    """A checkpoint that is saved meanwhile has all of it, too."""
+    """A checkpoint saved meanwhile is complete, too."""
     assert [(p[name]["restored"], p[name]["saved"]) for p in played] == [(True, True)] * 2
 
 

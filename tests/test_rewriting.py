@@ -1,4 +1,4 @@
-"""Products, norms and rope tables of traced layers that become ops of ours: which do, and that results stay."""
+"""Products, norms and rope tables of traced layers that are replaced by our ops: which are, and that results stay."""
 
 from collections import Counter
 from functools import partial
@@ -24,14 +24,14 @@ from tests.recurrent_models import CONFIGS, recurrent_model
 from tests.tiny_models import tiny_model
 
 OPS = ("linear", "gated_linear", "rms_norm", "add_rms_norm", "rope_tables")
-# Of four layers: products that are not gated, gated ones, norms, norms of a sum, pairs of tables.
+# Of four layers: ungated products, gated ones, norms, norms of a sum, pairs of tables.
 EXPECTED = {
     "llama": (12, 4, 1, 8, 1),
     "qwen2_windowed": (12, 4, 1, 8, 1),
-    "qwen3": (12, 4, 1, 8, 1),  # norms of heads go to attention, as in Gemma 3
+    "qwen3": (12, 4, 1, 8, 1),  # norms of heads move to attention, as in Gemma 3
     "gemma2": (12, 4, 9, 8, 1),
     "gemma3": (12, 4, 9, 8, 2),
-    "gpt_oss": (12, 0, 1, 4, 1),  # of experts' sums four more, as below
+    "gpt_oss": (12, 0, 1, 4, 1),  # and four sums over experts, as below
     "qwen3_moe": (12, 0, 1, 4, 1),
 }
 
@@ -46,7 +46,7 @@ def counts(graph):
 
 
 class Seen(list):
-    """Of every flat graph the counts of OPS and whether its pieces are covered; ops: counts of all."""
+    """For every flat graph, the counts of OPS and whether its pieces are covered; ops: counts of all ops."""
 
     def __init__(self):
         self.ops = []
@@ -54,7 +54,7 @@ class Seen(list):
 
 @pytest.fixture
 def flat(monkeypatch):
-    """The flat graphs that are cut, and of every piece whether it needs a compiler."""
+    """The flat graphs that are cut, and whether each piece needs a compiler."""
     seen = Seen()
     cut = pieces.cut
 
@@ -71,7 +71,7 @@ def flat(monkeypatch):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_layers_are_of_our_ops(name, flat):
-    """And compute what the live layers do, which `trace_checked` compares."""
+    """They compute the same as the live layers: `trace_checked` compares."""
     target = HFTarget(tiny_model(name))
     config = EngineConfig(compile=True, compiler="eager")
     trace_checked(_subject(target, config), config, target.device)
@@ -82,7 +82,7 @@ def test_layers_are_of_our_ops(name, flat):
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("qwen4_exp", "inkling")])  # they are refused
 def test_every_recurrent_model_computes_the_same_of_our_ops(name):
-    """In 16 bits, which the gates and norms of hybrids are recognised in."""
+    """In 16 bits, where the gates and norms of hybrids are recognised."""
     target = HFTarget(recurrent_model(name, dtype=torch.bfloat16))
     config = EngineConfig(compile=True, compiler="eager")
     trace_checked(_subject(target, config), config, target.device).release()
@@ -103,7 +103,7 @@ def test_hybrids_with_experts_have_no_ops_of_others_around_their_recurrence(flat
 
 @pytest.mark.parametrize(("algo", "num_joined"), [("eagle", 0), ("eagle3", 1), ("nextn", 1)])
 def test_drafts_are_of_our_ops(algo, num_joined, flat):
-    """Heads that norm both read embeddings and states, and look tables up, in one op."""
+    """Heads that normalise embeddings and states do so, with the table lookup, in one op."""
     model = tiny_model("llama")
     specdec.attach(model, random_draft(model, algo), algo=algo, compile=True, compiler="eager").detach()
     assert len(flat) >= 2 and all(all(covered) for _, covered in flat)
@@ -111,7 +111,7 @@ def test_drafts_are_of_our_ops(algo, num_joined, flat):
 
 
 class Calls(TorchDispatchMode):
-    """Notes the ops that are called, those within an op of ours left out."""
+    """Records the ops that are called, except those within our ops."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_products_of_a_head_outside_of_traces_are_batch_invariant():
-    """Else drafts, and so samples, would differ from one batch size to another."""
+    """Else drafts, and so samples, would depend on the batch size."""
     head = random_draft(tiny_model("llama"), "eagle3")
     features, states = torch.randn(3, head.fc.in_features), torch.randn(3, head.hidden_size)
     with torch.inference_mode(), Calls() as calls:
@@ -198,7 +198,7 @@ def test_an_order_of_gate_and_up_that_is_not_ours_stays():
 
 
 def tables(x, kind=torch.float32):
-    """The angles of a rope [1, T, 16], of positions rounded to `kind`."""
+    """Return the angles of a rope [1, T, 16], with positions rounded to `kind`."""
     positions = x[:, :1].ne(9).cumsum(0).mul(100).add(1).transpose(0, 1)
     frequencies = x.new_full((8,), 0.25)[None, :, None].float().expand(1, -1, 1)
     half = (frequencies @ positions[:, None, :].to(kind).float()).transpose(1, 2)
@@ -218,7 +218,7 @@ def rounded_positions(x):
 
 
 def three_positions(x, are_equal):
-    """A rope of three positions a token, which takes turns between them."""
+    """Return a rope with three positions per token, used in turn."""
     positions = x[:, :1].ne(9).cumsum(0).transpose(0, 1)
     positions = positions[None].expand(3, 1, -1) if are_equal else torch.stack([positions + i for i in range(3)])
     frequencies = x.new_full((8,), 0.25)[None, None, :, None].float().expand(3, 1, -1, 1)
@@ -250,7 +250,7 @@ def test_tables_of_three_positions_are_those_of_one_where_these_are_equal(are_eq
 
 @pytest.mark.parametrize(("by_row", "is_used"), [(False, False), (False, True), (True, False)])
 def test_gated_products_in_fp8_quantise_their_result(by_row, is_used):
-    """Not where something else uses it, or rows are to have one scale: that takes a launch more."""
+    """Not if something else uses it, or if rows need one scale each: that takes one more launch."""
     gate, up, (down, of_down) = (in_blocks(torch.randn(256, 256)) for _ in range(3))
     of_down = torch.rand(256) if by_row else of_down
 
@@ -287,7 +287,7 @@ def test_nothing_is_erased_twice():
 
 
 def _compare(run, x):
-    """Trace `run`, rewrite it, compare it with itself at some sizes, and count our ops."""
+    """Trace `run`, rewrite the trace, compare both at some sizes, and count our ops."""
     found = []
 
     def rewritten(graph):

@@ -29,7 +29,7 @@ def example():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("algo", ["eagle3", "nextn"] if torch.cuda.is_available() else ["nextn"])
 def test_texts_follow_the_weights(example, mode, algo):
-    """Step for step: sampled rollouts, an update large enough to change the greedy text, and that text."""
+    """In each step: sampled rollouts, an update large enough to change the greedy text, and that text."""
     model = tiny_model("llama").to(DEVICE).requires_grad_(True)
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
     draft = random_draft(model, algo).to(DEVICE)
@@ -42,14 +42,14 @@ def test_texts_follow_the_weights(example, mode, algo):
         assert texts[-1] == [greedy(model, p, 12) for p in prompts]
     assert any(a != b for a, b in pairwise(texts)), "the updates must change what is said"
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == inside, "nothing was moved or copied"
-    if mode != "compiled":  # whose products are joined, so that weights move once, at attach
+    if mode != "compiled":  # it joins products, so that weights move once, at attach
         assert inside == addresses
     engine.detach()
 
 
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
 def test_nothing_is_dropped_out_between_steps_of_training(mode):
-    """model.train() is the trainer's: the engine decodes in eval mode, and leaves the mode as it is."""
+    """model.train() is up to the trainer: the engine decodes in eval mode and leaves the mode unchanged."""
     dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.5)
     ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
     config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=128, n_positions=128, **ids, **dropped)

@@ -1,4 +1,4 @@
-"""Rotary embeddings that change with the longest sequence: constant up to a limit, which is the engine's, too."""
+"""Rotary embeddings that change with the longest sequence: constant up to a limit, which the engine keeps."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def dynamic():
 
 
 def anew():
-    """Frequencies are computed in every forward, and on the host."""
+    """A model that computes its frequencies in every forward, on the host."""
     scales = {"short_mscale": 1.2, "long_mscale": 1.4, "original_max_position_embeddings": LIMIT}
     rope = {"rope_theta": 1e4, **LONGROPE, **scales}
     return tf.PhimoeConfig(**_BASE, num_local_experts=2, rope_parameters=rope)
@@ -39,7 +39,7 @@ TRACED = {"compile": True, "compiler": "eager"}
 
 @pytest.mark.parametrize(("config", "settings"), [(longrope, TRACED), (dynamic, {}), (anew, {})])
 def test_text_within_the_limit_is_the_models_own(config, settings):
-    """Also after transformers has seen a longer text, and changed the frequencies, while the engine is attached."""
+    """Also after transformers has seen a longer text and changed the frequencies, while the engine is attached."""
     model, prompt = random_weights(tf.AutoModelForCausalLM.from_config(config())), list(range(3, 33))
     longer = torch.arange(LIMIT + 30).remainder(VOCAB - 3)[None] + 3
     expected = greedy(model, prompt, 16)

@@ -1,4 +1,4 @@
-"""Rotations of q and k that traced graphs hand over to attention: which are recognised, and that texts stay."""
+"""Rotations of q and k that traced graphs leave to attention: which are recognised, and that results stay."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ DIM = 16
 
 
 def partial(q, k, cos, sin):
-    """The first 8 dims rotated, as Phi, StableLM and GPT-NeoX do."""
+    """Rotate the first 8 dims, as in Phi, StableLM and GPT-NeoX."""
     rotated = half_split(q[..., :8], k[..., :8], cos[..., :8], sin[..., :8])
     return (torch.cat([r, x[..., 8:]], -1) for r, x in zip(rotated, (q, k), strict=True))
 
@@ -39,7 +39,7 @@ def other_tables_for_keys(q, k, cos, sin):
 
 
 def other_halves(q, k, cos, sin):
-    """Like a rotation but for a sign."""
+    """Like a rotation, but with a wrong sign."""
     return (x * cos.unsqueeze(1) + torch.cat([x[..., 8:], x[..., :8]], -1) * sin.unsqueeze(1) for x in (q, k))
 
 
@@ -49,7 +49,7 @@ def in_fp32(q, k, cos, sin):
 
 @dataclass
 class Recorder:
-    """Answers attention calls with the rotated q and k side by side, and keeps whether tables came."""
+    """Answers attention calls with the rotated q and k side by side; records whether it got tables."""
 
     handed_over: bool | None = None
 
@@ -105,7 +105,7 @@ def test_the_half_split_rotation_is_handed_over_and_no_other(rotation, is_recogn
 
 @dataclass
 class Prepared:
-    """Answers attention calls with q and k as a backend prepares them, and keeps whether norms came."""
+    """Answers attention calls with q and k as a backend prepares them; records whether it got norms."""
 
     has_norms: bool | None = None
 

@@ -1,6 +1,6 @@
-"""Rounds from graphs, at the engine's seam: replay equals eager, poison, batches that come and go, faults.
+"""Rounds from graphs, tested through the engine: replay equals eager, poison, changing batches, faults.
 
-Recorded captures on the torch backend on a CPU, CUDA graphs on the Triton backend where there is a GPU.
+Recorded captures on the torch backend on a CPU, CUDA graphs on the Triton backend on a GPU.
 """
 
 import gc
@@ -41,7 +41,7 @@ LAWS = {
 @torch.inference_mode(False)  # some tests run within it
 def engine_of(model, shape, algo="eagle3", **settings):
     head = random_draft(model, algo).to(DEVICE) if shape else None
-    # Prefills have tests of their own.
+    # Prefills have their own tests.
     kinds = ("greedy", "sampled", "filtered")
     settings = {"cuda_graph": True, "prefill_graph": "off", "graph_sampling": kinds, **settings}
     settings = {"max_batch": 5, "max_seq_len": 128, **settings}
@@ -54,13 +54,13 @@ def model_of(name="llama", seed=0):
 
 
 def state_of(core):
-    """Every tensor that rounds write, by name."""
+    """Return every tensor that rounds write, by name."""
     pools = pool_tensors(core.context.pool, "target")
     return {**state_tensors(core.state), **pools, **worker_tensors(core.round.worker)}
 
 
 def past_prefill(engine, law, num_rounds=2):
-    """The core and its live rows [5], a few rounds into five ragged requests."""
+    """Return the core and its live rows [5], a few rounds into five ragged requests."""
     core = engine._core
     engine.submit(ragged_prompts(), max_new_tokens=60, sampling=law, ignore_eos=True)
     while not core.scheduler.decoding() or any(not r.is_prefilled for r in core.scheduler.running):
@@ -82,7 +82,7 @@ def assert_same(ours, theirs, where):
 
 
 def outcome(core, call):
-    """What `call` returns and leaves in the rows of live requests; the state is put back afterwards."""
+    """Return the result of `call` and what it leaves in live rows; then restore the state."""
     state = state_of(core)
     before = {name: t.clone() for name, t in state.items()}
     out = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, call())
@@ -91,9 +91,9 @@ def outcome(core, call):
         t.copy_(before[name])
     dummy = core.config.dummy_row
     for name in {*state_tensors(core.state), "logits", "hidden", "last"} & set(after):
-        after[name][dummy] = 0  # padding's own
+        after[name][dummy] = 0  # padding's row
     for name in after:
-        if "[" in name:  # a cache: slot 0 is padding's
+        if "[" in name:  # a cache: slot 0 is for padding
             after[name][0] = 0
     return out, [after[name] for name in sorted(after)]
 
@@ -154,7 +154,7 @@ def test_text_does_not_depend_on_graphs(name, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_poison_in_padding_changes_nothing(shape):
-    """NaN in the dummy slot and the dummy row, rubbish in the tails of input buffers."""
+    """NaN in the dummy slot and the dummy row, arbitrary values in the padding of input buffers."""
     model, prompts = model_of("gpt_oss"), ragged_prompts()[:3]
     engine = engine_of(model, shape, graph_batches=(4,), strict=True)
     laws = list(LAWS.values())[:3]
@@ -171,7 +171,7 @@ def test_poison_in_padding_changes_nothing(shape):
                 t[core.config.dummy_row] = float("nan")
         for runner in core.graphs.runners.values():
             for t in runner._buffers.tensors.values():
-                if t is core.graphs.rows:  # rounds have no copy of what is in its front
+                if t is core.graphs.rows:  # rounds have no copy of its first rows
                     t = t[len(core.launcher._batch.requests) :]
                 t.fill_(float("nan") if t.is_floating_point() else True if t.dtype is torch.bool else 1 << 40)
         step()
@@ -182,7 +182,7 @@ def test_poison_in_padding_changes_nothing(shape):
 
 @pytest.mark.parametrize("shape", [TREE, CHAIN] if DEVICE.type == "cuda" else [TREE])
 def test_batches_that_shrink_and_grow(shape):
-    """200 random changes of the batch; every text is the target's own, whatever ran beside it."""
+    """200 random changes of the batch; every text is the target's own, whatever runs beside it."""
     model, rng = model_of(), random.Random(7)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))] for _ in range(12)]
     texts = [greedy(model, p, 24) for p in prompts]
@@ -249,7 +249,7 @@ def test_an_error_in_a_replay_leaves_the_engine_able():
 
 @pytest.mark.parametrize("where", ["round", "prefill"])
 def test_an_error_in_one_callers_step_reaches_every_caller(where):
-    """Two streams interleave and the second one's step breaks: neither hangs, neither gets a wrong text."""
+    """Two streams alternate and the second one's step raises: neither hangs, neither gets a wrong text."""
     model, prompts = model_of(), ragged_prompts()
     engine = engine_of(model, CHAIN)
     runs = []
@@ -303,7 +303,7 @@ def test_an_error_over_one_callers_text_ends_that_request_alone():
 
 
 def test_results_read_late_from_graphs_change_nothing():
-    """CUDA's order of things on a CPU: a round is launched, over the same outputs, before the last one's are read."""
+    """CUDA's order on a CPU: a round is launched, over the same outputs, before the previous results are read."""
     model, prompts = model_of(), ragged_prompts()
     limits = [7, 30, 1, 12, 30]
     expected = [greedy(model, p, n) for p, n in zip(prompts, limits, strict=True)]
@@ -418,12 +418,12 @@ def test_synthetic_acceptance_keeps_its_rates(shape, graphs):
         engine = engine_of(model_of(), shape, **settings)
     out = engine.generate([[7, 8, 9]] * 96, max_new_tokens=60, ignore_eos=True)
     assert all(len(t) == 60 for t in out.tokens)
-    assert out.stats.acceptance_at == pytest.approx(rates, abs=0.03)  # a request's last round is cut
+    assert out.stats.acceptance_at == pytest.approx(rates, abs=0.03)  # a request's last round is trimmed
     assert engine.report().config["synthetic_acceptance"] == rates
 
 
 def test_imposed_paths_on_a_hand_made_output():
-    """Draws against rates (0.8, 0.5), over five nodes: the last two stand for depths 1 and 2."""
+    """Draws against rates (0.8, 0.5), over five nodes: the last two stand in for depths 1 and 2."""
     nodes = torch.tensor([[10, 11, 12, 13, 14]]).repeat(4, 1)
     tree = Tree(nodes, nodes * 0, nodes * 0, nodes * 0)
     lens = torch.tensor([1, 3, 2, 1])
@@ -467,7 +467,7 @@ def test_memory_is_counted_before_anything_is_allocated():
     needs = {"KV pool": (8 * gib, "max_batch or max_seq_len"), "states": (gib, "num_draft_tokens")}
     resident = {"weights": 15 * gib}
     check_fits(needs, resident, 9 * gib)
-    check_fits(needs, resident, None)  # nobody knows
+    check_fits(needs, resident, None)  # the free memory is unknown
     with pytest.raises(CapacityError) as caught:
         check_fits(needs, resident, 5 * gib)
     assert str(caught.value) == (

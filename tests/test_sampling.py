@@ -1,4 +1,4 @@
-"""The law is HF's, the random numbers are random and repeatable, and impossible tokens are never drawn."""
+"""Sampling laws equal HF's, random numbers are random and repeatable, and impossible tokens are never drawn."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def ints(*values: int) -> Tensor:
 
 
 def hf_law(logits: Tensor, params: SamplingParams) -> Tensor:
-    """logits: [n, V]. The warpers `generate` would build, in its order."""
+    """logits: [n, V]. Apply the warpers of `generate`, in its order."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     if params.top_k != 0:
         warpers.append(TopKLogitsWarper(params.top_k))
@@ -81,7 +81,7 @@ def test_law_is_that_of_hf() -> None:
     probs = process_logits(logits, SamplingBatch.stack(params, "cpu"))
     assert probs.dtype == torch.float32
     expected = torch.stack([hf_law(row, row_params) for row, row_params in zip(logits, params, strict=True)])
-    # which of several equal tokens falls off the edge of top-p is up to the sort, in HF too
+    # which of several equal tokens top-p drops is up to the sort, in HF too
     expected[:, 1], probs[:, 1] = expected[:, 1].sort().values, probs[:, 1].sort().values
     torch.testing.assert_close(probs, expected)
 
@@ -119,7 +119,7 @@ GOLDEN = ["0x1.1c13ade1c7e5cp-3", "0x1.5de515f9559c4p-2", "0x1.e610348153160p-3"
 
 
 def splitmix(seed: int, counter: int, stream: int) -> float:
-    """The same generator in unsigned Python integers."""
+    """Compute the same generator with Python integers."""
     mask, gamma = (1 << 64) - 1, 0x9E3779B97F4A7C15
     state = seed + gamma
     for step in (counter, stream, None):
@@ -150,7 +150,7 @@ def test_uniform_does_not_depend_on_the_batch() -> None:
 
 
 RUN, ZEROS = torch.arange(400), torch.zeros(400, dtype=torch.int64)
-# Grids [a, b] of draws, in which one of the three numbers runs along each axis.
+# Grids [a, b] of draws, with one of the three numbers varying along each axis.
 NEIGHBOURS: dict[str, Callable[[], Tensor]] = {
     "seed, stream": lambda: uniform(RUN, ZEROS + 9, RUN),
     "counter, stream": lambda: uniform(ZEROS + 42, RUN, RUN),
@@ -169,7 +169,7 @@ def test_uniform_is_uniform_and_neighbours_are_independent(name: str) -> None:
     for first, second in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u[1:, 1:], u[:-1, :-1])):
         pairs = torch.stack([first.flatten(), second.flatten()])
         assert abs(torch.corrcoef(pairs)[0, 1]) < 4 / math.sqrt(pairs.shape[1])
-        # correlation sees lines only: the pairs must also fill the unit square evenly
+        # correlation is blind to all but lines: the pairs must also fill the unit square evenly
         cells = (pairs * 16).long()
         counts = torch.bincount(cells[0] * 16 + cells[1], minlength=256)
         assert stats.chisquare(counts.numpy()).pvalue > 1e-3
@@ -197,7 +197,7 @@ def test_sample_never_draws_an_impossible_token(scale: float) -> None:
 
 
 def test_sample_survives_a_scan_that_creeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the running sum may rise between entries of probability 0."""
+    """As on a GPU, where the running sum may grow at entries of probability 0."""
     exact = torch.Tensor.cumsum
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: exact(x, dim) + 1e-16 * torch.arange(1, x.shape[-1] + 1))
     probs = torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0, 0.25, 0.0])

@@ -1,4 +1,4 @@
-"""The scheduler, its slot tables and the mailbox alone: requests that no model serves."""
+"""The scheduler, its slot tables and the mailbox alone, without a model."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,7 @@ def request_of(prompt=(5, 6, 7), max_new_tokens=4, stop_ids=()):
 
 
 def admitted(scheduler, *requests):
-    """Queue `requests` one after the other; return which of them run."""
+    """Queue `requests` one by one; return which of them run."""
     for request in requests:
         scheduler.add([request])
     scheduler.admit()
@@ -41,8 +41,8 @@ def admitted(scheduler, *requests):
 
 
 def test_a_free_row_is_taken_but_a_large_batch_refills_in_groups():
-    """Three of the four rows beside 32, for prompts that are prefilled ahead; a request that waits alone takes the
-    first free row of any batch."""
+    """Three of the four rows beside 32 refill together, for prompts that are prefilled ahead; a request that waits
+    alone takes the first free row of any batch."""
     scheduler = scheduler_of(max_batch=32)
     running = [request_of() for _ in range(36)]
     assert all(admitted(scheduler, *running))
@@ -112,7 +112,7 @@ def test_what_leaves_before_the_device_knows_it_is_not_told_to_it():
 
 
 def test_a_request_runs_or_waits_after_repair_and_every_row_can_be_taken():
-    """As if admission had broken off between giving `one` a row and taking it out of the queue."""
+    """As if admission had been interrupted between giving `one` a row and removing it from the queue."""
     scheduler, (one, two) = scheduler_of(), [request_of(), request_of()]
     admitted(scheduler, one)
     scheduler.waiting.extend([one, two])
@@ -151,7 +151,7 @@ def test_who_shares_a_long_beginning_waits_while_it_is_being_written_and_no_long
     scheduler.release(one)  # abandoned; `one` is still referenced
     scheduler.admit()
     assert two.row is not None
-    two.num_prefilled, two.is_kept = len(prompt), False  # whose K/V will not be kept: there is nothing to wait for
+    two.num_prefilled, two.is_kept = len(prompt), False  # its K/V will not be kept: nothing to wait for
     assert admitted(scheduler, request_of(prompt)) == [True]
 
 
@@ -166,7 +166,7 @@ def test_stop_ids_that_are_not_given_are_no_token():
 
 
 def test_tokens_that_no_prefill_sees_are_in_the_history():
-    """A lookup drafts from there: from the shared beginning, too, up to its last token."""
+    """Lookup drafts from the history, also from the cached prefix, up to its last token."""
     state, request = SimpleNamespace(history=torch.zeros(2, 5, dtype=torch.int32)), request_of()
     request.row, request.num_cached = 1, 2
     write_history(state, [request])

@@ -1,4 +1,4 @@
-"""Models that need a seam of their own: attention in own methods, modules called several times, counted positions."""
+"""Models that need special adapters: attention in own methods, modules called several times, counted positions."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(TWO_ANSWERS)
 
 
 def draft_of(model):
-    """A head that fits: layers of HRM run several times, so it has none whose output EAGLE-3 could read."""
+    """Return a head that fits: HRM runs layers several times, so EAGLE-3 could not read their outputs."""
     return random_draft(model, "eagle") if model.config.model_type == "hrm_text" else random_head(model)
 
 
@@ -89,7 +89,7 @@ def test_calls_of_one_module_have_layers_of_their_own(name):
     model = tiny_model(name)
     target = HFTarget(model)
     assert [layer_id(module) for module in target.spec.modules] == list(range(8))
-    layer_id(target.spec.modules[0])  # as of a forward that failed
+    layer_id(target.spec.modules[0])  # as in a forward that failed
     with target.routed():
         assert [layer_id(module) for module in target.spec.modules] == list(range(8))
     target.detach()

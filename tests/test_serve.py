@@ -44,7 +44,7 @@ MAX_BATCH, MAX_SEQ_LEN, MAX_WAITING = 16, 192, 64
 
 @dataclass
 class Served:
-    """A server that runs, its engine, and clients."""
+    """A running server, its engine, and clients."""
 
     engine: specdec.Engine
     app: object
@@ -64,7 +64,7 @@ class Served:
         return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 
     def assert_free(self):
-        """All rows and pages come back soon, and nothing is left to do."""
+        """Check that all rows and pages are freed soon, and no request is left."""
         end = time.monotonic() + 10
         while (self.app.state.intake.texts or self.report_free() < self.total) and time.monotonic() < end:
             time.sleep(0.02)
@@ -104,7 +104,7 @@ def serving(engine, max_waiting=MAX_WAITING, name=NAME, **options):
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """A server of a small model that has words and a chat template, and a draft."""
+    """A server with a draft and a small model that has words and a chat template."""
     model, tokenizer = target_with_words(tmp_path_factory.mktemp("target"))
     settings = dict(max_batch=MAX_BATCH, max_seq_len=MAX_SEQ_LEN, num_steps=2)
     engine = specdec.attach(model, tiny_head(model).eval(), tokenizer=tokenizer, **settings)
@@ -115,7 +115,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture
 def tiny():
-    """A server of a random model, of 4 rows, where 2 requests may wait."""
+    """A server with a random model and 4 rows, where 2 requests may wait."""
     engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_batch=4, max_seq_len=500)
     with serving(engine, max_waiting=2, name="tiny") as served:
         yield served
@@ -123,7 +123,7 @@ def tiny():
 
 
 def streamed(chunks):
-    """Text, finish reason and usage of the chunks of one choice."""
+    """Return text, finish reason and usage from the chunks of one choice."""
     text, reason, usage = "", None, None
     for chunk in chunks:
         usage = chunk.usage or usage
@@ -265,7 +265,7 @@ def test_64_streams_at_once(words):
     rounds = ("specdec_eager_total", "round")
     assert (
         words.metrics()[rounds] - before[rounds] <= 64
-    )  # 3 tokens each after the first, at least two rounds: 128 one by one
+    )  # 3 tokens each after the first, in at least two rounds: 128 one by one
 
 
 def test_clients_that_vanish(words, monkeypatch):
@@ -286,17 +286,17 @@ def test_clients_that_vanish(words, monkeypatch):
 
 
 def test_load_of_all_kinds(words):
-    """Clients that wait for each answer, that arrive at random, and that leave or send nonsense."""
+    """Clients that wait for each answer, that arrive at random, and that disconnect or send garbage."""
     whole = load.Load(words.url, NAME, seconds=0.4, warm_up=0.0, longest=MAX_SEQ_LEN, prompt_tokens=8, new_tokens=5)
     assert len(whole.body(3)["prompt"].split()) + whole.body(3)["max_tokens"] <= MAX_SEQ_LEN
     assert [part.clients for part in replace(whole, clients=5).parts(2)] == [3, 2]
     for one in (replace(whole, clients=3), replace(whole, rate=60.0), replace(whole, clients=3, does_harm=True)):
         seen = asyncio.run(load.send(one))
-        if seen.counts["finished"] <= 2:  # a busy machine
+        if seen.counts["finished"] <= 2:  # on a busy machine
             seen = asyncio.run(load.send(replace(one, seconds=8.0)))
         assert seen.counts["finished"] > 2 and not seen.errors and len(seen.firsts) >= seen.counts["finished"]
         assert not one.does_harm or seen.counts["vanished"] + seen.counts["refused"] > 0
-        words.assert_free()  # those that the end of the window has cut off, too
+        words.assert_free()  # also of requests cut off at the end of the window
 
 
 def test_the_load_command_on_a_server_that_runs(words, tmp_path):
@@ -488,7 +488,7 @@ def long(**more):
 
 @contextmanager
 def long_stream(served, **more):
-    """A stream that has begun; yields the lines that follow."""
+    """Start a stream; yield the lines after its first."""
     with served.http.stream("POST", "/v1/completions", json=long(stream=True, **more)) as response:
         lines = response.iter_lines()
         next(lines)
@@ -502,7 +502,7 @@ def test_lengths_that_do_not_fit_are_told_by_their_name(tiny):
     with pytest.raises(openai.BadRequestError, match="prompt has 500 tokens"):
         tiny.api.completions.create(model="tiny", prompt=[5] * 500)
     cut = tiny.api.completions.create(model="tiny", prompt=[5] * 497, extra_body={"ignore_eos": True})
-    assert cut.usage.completion_tokens == 3  # nobody asked for the 16 that are the default
+    assert cut.usage.completion_tokens == 3  # the default of 16 does not apply: nobody asked for it
     with serving(tiny.engine, name="owner/tiny") as other:
         assert other.api.models.retrieve("owner/tiny").id == "owner/tiny"
 
@@ -523,7 +523,7 @@ def test_an_answer_ends_at_its_deadline(tiny):
 
 
 def test_too_many_requests(tiny):
-    response = tiny.post(long(n=7), "/v1/completions")  # which can never be served
+    response = tiny.post(long(n=7), "/v1/completions")  # can never be served
     assert response.status_code == 400 and "at most 6" in response.json()["error"]["message"]
     with long_stream(tiny, n=5):
         found = tiny.metrics()
@@ -608,7 +608,7 @@ def test_models_without_eos_are_served_without_grammars():
 
 def test_the_command_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "specdec.tools.serve.api_server", raising=False)  # imported before, with it
+    monkeypatch.delitem(sys.modules, "specdec.tools.serve.api_server", raising=False)  # imported before, with uvicorn
     with pytest.raises(ValueError, match=r"uvicorn.*pip install 'specdec-toolkit\[serve\]'"):
         serve_command(target="no such target")
 

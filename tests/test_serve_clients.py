@@ -1,4 +1,4 @@
-"""`specdec serve` and what clients send beside prompts: neutral fields, headers, keys, origins, hostile bodies."""
+"""`specdec serve` and the rest of clients' requests: neutral fields, headers, keys, origins, hostile bodies."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from specdec.core.outputs import TokenLogprob
 from tests.tiny_models import tiny_model
 
 httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")  # before test_serve, whose import it would break off
+openai = pytest.importorskip("openai")  # before test_serve, whose import would fail without it
 from specdec.tools.serve.forms import AnswerForm  # noqa: E402
 from specdec.tools.serve.intake import StreamPiece  # noqa: E402
 from specdec.tools.serve.tokens import Tokens  # noqa: E402
@@ -201,7 +201,7 @@ def test_values_and_prompts_are_counted_before_they_are_looked_at():
 
 
 def test_a_body_leaves_garbage_collection_as_it_is():
-    """Captures pause it, perhaps in another thread."""
+    """Captures pause it, possibly in another thread."""
     for is_on in (False, True):
         (gc.enable if is_on else gc.disable)()
         schema.parse(b"{}", 9)
@@ -209,7 +209,7 @@ def test_a_body_leaves_garbage_collection_as_it_is():
 
 
 def test_a_body_that_declares_no_length_is_bounded():
-    """Read without a server, which would close the connection while the client still writes."""
+    """Read without a server, which would close the connection while the client is still writing."""
     sent = iter([{"type": "http.request", "body": b"0" * 6, "more_body": True}] * 3)
     taken = []
 

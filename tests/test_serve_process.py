@@ -1,4 +1,4 @@
-"""The API server and the engine it asks: two processes, and what becomes of one when the other is gone."""
+"""The API server and its engine: two processes, and what happens to one if the other is gone."""
 
 import asyncio
 import signal
@@ -13,7 +13,7 @@ from specdec.core.errors import AttachError, CapacityError, DetachedError
 from specdec.tools.serve.channel import Channel, packed, received
 from tests.test_text import TOKENIZER
 
-pytest.importorskip("openai")  # before test_serve, whose import it would break off
+pytest.importorskip("openai")  # before test_serve, whose import would fail without it
 from tests.test_serve import long, tiny_model
 
 httpx = pytest.importorskip("httpx")
@@ -69,7 +69,7 @@ def test_errors_arrive_as_what_they_are_or_by_their_words(error):
 
 
 def test_a_server_that_is_busy_gets_what_has_come_meanwhile_together(engine, monkeypatch):
-    """Nothing but answers is sent until it is ready; then all tokens so far come at once."""
+    """Until it is ready it gets nothing but answers; then all tokens so far at once."""
     queued, submit = [], engine._core.submit
     monkeypatch.setattr(
         engine._core, "submit", lambda requests, **how: (queued.extend(requests), submit(requests, **how))
@@ -136,7 +136,7 @@ def test_an_address_that_is_taken_is_named():
 
 
 def test_a_last_token_is_sent_with_its_reason(engine):
-    """A step, on another thread, tells the token first: what ends a text is no part of an answer."""
+    """A step in another thread adds the token first: what ends a text is not part of the answer."""
     (request,) = engine._requests([[5, 6]], stop_token_ids=[9])
     call = host.HostedCall(SimpleNamespace(core=engine._core), 1, [request], True)
     request.tokens += [7, 9]
@@ -168,5 +168,5 @@ def test_a_process_that_is_killed_leaves_the_engine_free(engine):
 
 def test_a_process_whose_engine_is_gone_ends(engine):
     with api_server.ApiServer("127.0.0.1", 0) as server:
-        server._channel.close()  # as by attach that fails
+        server._channel.close()  # as if attach had failed
         assert server.wait() == 0

@@ -1,4 +1,4 @@
-"""Named shapes with random weights: their sizes, what a forward of them reads, and `bench latency` of a tiny hybrid."""
+"""Named shapes with random weights: their sizes, what their forwards read, and `bench latency` of a tiny hybrid."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_floors_of_a_mixture_of_experts():
 
 
 def test_floors_of_a_hybrid():
-    """Qwen3.5-35B-A3B, beside the figures of 30 layers of the delta rule, 10 of attention, 256 experts and one more."""
+    """Qwen3.5-35B-A3B, from the sizes of 30 delta-rule layers, 10 attention layers, 256 experts and a shared one."""
     delta = 2048 * (8192 + 4096 + 64) + 8192 * 4 + 4096 * 2048
     attention = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
     mixture = 2048 * 256 + 3 * 2048 * 512 + 2048
@@ -126,7 +126,7 @@ def test_shapes_that_ranks_cannot_share():
 
 
 def test_latency_of_a_hybrid_and_of_transformers(capsys, monkeypatch):
-    monkeypatch.setattr("specdec.tools.measure.latency.run.HF_S", 100.0)  # a machine may be busy
+    monkeypatch.setattr("specdec.tools.measure.latency.run.HF_S", 100.0)  # on a busy machine
     rows = last_line(capsys, monkeypatch, *COMMON, "--drafts", "plain,2:1:3", "--algo", "nextn", "--hf")["rows"]
     theirs = [row for row in rows if row["mode"] == "hf"]
     assert [row["what"] for row in theirs] == ["hf_ttft", "hf_token"] and all(row["ms"] > 0 for row in theirs)
@@ -142,7 +142,7 @@ def test_latency_of_a_hybrid_with_eagle3(capsys, monkeypatch):
 
 
 def test_a_block_head_is_read_once_a_round():
-    """Of each layer q, k, v, o and the MLP; five features are projected; 32,000 rows and a Markov term of rank 128."""
+    """Each layer has q, k, v, o and an MLP; five features are projected; 32,000 rows and a Markov term of rank 128."""
     layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
     rest = 5 * 4096 * 4096 + 32000 * (4096 + 128)
     for algo, num_layers in (("block", 2), ("block:5", 5)):
@@ -157,8 +157,8 @@ def test_latency_of_a_block_head(capsys, monkeypatch):
 
 
 def test_floors_of_a_hybrid_that_two_ranks_share():
-    """A rank reads half of experts, projections, convolutions and output head, but whole routers and gates of shared
-    experts, and whole drafts, which score by half the output head."""
+    """A rank reads half of experts, projections, convolutions and output head, but all routers and gates of shared
+    experts, and whole drafts, which use its half of the output head."""
     delta = 2048 * (8192 + 4096 + 64) + 8192 * 4 + 4096 * 2048
     attention = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
     head, expert, routers = 248320 * 2048, 40 * 3 * 2048 * 512, 40 * (2048 * 256 + 2048)
@@ -179,7 +179,7 @@ def test_floors_of_a_hybrid_that_two_ranks_share():
 
 
 def test_floors_of_states_that_ranks_do_not_share():
-    """16 heads do not fall to 3 ranks: each has all recurrent layers, whose projections alone are cut."""
+    """3 ranks cannot share 16 heads: each has whole recurrent layers, of which only projections are split."""
     assert ShapeFloors("35b-a3b", 3).state_bytes == ShapeFloors("35b-a3b").state_bytes
     assert ShapeFloors("8b", 2).state_bytes == 0
 

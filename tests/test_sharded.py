@@ -1,4 +1,4 @@
-"""HF's tensor parallelism made plain and put back, in two processes that run all cases in one go; see sharded_ranks."""
+"""HF's tensor parallelism made plain and restored, in two processes that run all cases; see sharded_ranks.py."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.sharded_ranks import MODELS, SIZE
 from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-TOLERANCE = 1e-5  # of the largest logit: sums of two parts round in another way
+TOLERANCE = 1e-5  # of the largest logit: sums of two parts round differently
 GATHERED, COLUMN = "Linear ColwiseParallel R R", "Linear ColwiseParallel R S(-1)"
 ROW, WHOLE_ROW = "Linear RowwiseParallel S(-1) R", "Linear RowwiseParallel R R"
-STYLES = {  # what the plans of transformers make of the models; the cases are empty without these
+STYLES = {  # what transformers' plans apply to the models; without these the cases would be empty
     "llama": {GATHERED, COLUMN, ROW},
     "biased": {GATHERED, COLUMN, ROW},
     "tied": {GATHERED, COLUMN, ROW, "Embedding RowwiseParallel R R"},
@@ -40,7 +40,7 @@ STYLES = {  # what the plans of transformers make of the models; the cases are e
     "glm4_moe": {GATHERED, COLUMN, ROW, "Glm4MoeExperts MoeExpertsParallel"},
     "llama4": {GATHERED, COLUMN, ROW, "Llama4TextExperts MoeExpertsParallel"},
 }
-# sums of a forward where those of a mixture of experts are apart, and where they are one
+# all-reduces per forward, where those of a mixture of experts are separate, and where they are merged
 SUMS = {"deepseek_v3": (7, 4), "qwen3_next": (12, 8), "glm4_moe": (11, 8), "llama4": (12, 8)}
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The facts of every case, by rank."""
+    """Return the facts of every case, by rank."""
     folder = tmp_path_factory.mktemp("ranks")
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     few = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(SIZE)}
@@ -56,7 +56,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     processes = []
     for rank in range(SIZE):
         command = [sys.executable, "-m", "tests.sharded_ranks", str(folder), str(rank)]
-        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}  # as torchrun sets them, and transformers wants
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}  # as torchrun sets them, for transformers
         with open(folder / f"{rank}.log", "w") as log:
             processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
@@ -82,7 +82,7 @@ def test_plain_forwards_give_the_whole_models_logits(ranks: list[dict[str, Any]]
     assert (first["rank"], second["rank"]) == ((0, SIZE), (1, SIZE))
     difference = (first["logits"] - first["whole"]).abs().max() / first["whole"].abs().max()
     assert difference < TOLERANCE
-    assert first["whole"].std() > 0.1  # there is something to compare
+    assert first["whole"].std() > 0.1  # so that the comparison means something
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -102,7 +102,7 @@ def test_a_mixture_that_is_not_linear_is_left_alone_and_a_bias_is_added_once(ran
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_small_products_of_fp16_do_not_hide_that_a_block_is_linear(dtype: torch.dtype) -> None:
-    """Where they underflow, they do not scale to the bit."""
+    """Products that underflow do not scale exactly."""
 
     class Block(torch.nn.Module):
         def __init__(self, shift: float):

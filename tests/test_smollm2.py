@@ -1,4 +1,4 @@
-"""The main job on the real target with the shipped drafts: equal text, real acceptance, the demo's last line."""
+"""The main use on the real target with the shipped drafts: equal text, real acceptance, the demo's last line."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ CONFIGS = ({"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16}
 
 @pytest.fixture(scope="module")
 def references(smollm2):
-    """Prompts (ids) and what HF's greedy `generate` says to them."""
+    """Prompts (ids), and the text of HF's greedy `generate` for them."""
     model, tokenizer = smollm2
     prompts = chat_ids(list(PROMPTS), tokenizer)
     out = []
@@ -32,7 +32,7 @@ def references(smollm2):
 
 
 CASES = [("eagle3", config, batch) for config in CONFIGS for batch in (1, 4)]
-if not torch.cuda.is_available():  # as a pair: the suite has ten minutes
+if not torch.cuda.is_available():  # only two: the suite has ten minutes
     CASES = CASES[1:3]
 CASES += [(algo, CONFIGS[i % 2], 4) for i, algo in enumerate(("eagle", "nextn", "standalone"))]
 
@@ -55,7 +55,7 @@ def test_greedy_speculation_equals_generate(smollm2, references, algo, config, b
     finally:
         engine.detach()
     assert out.tokens == expected
-    assert out.stats.tau > 1.5  # a head whose features or ids are shifted accepts almost nothing
+    assert out.stats.tau > 1.5  # a head with shifted features or ids accepts almost nothing
 
 
 def test_demo_reports_equal_outputs(smollm2):

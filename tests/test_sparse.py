@@ -1,4 +1,4 @@
-"""DeepSeek Sparse Attention: dense in texts of up to index_topk tokens, which are all that is served."""
+"""DeepSeek Sparse Attention: dense for texts of up to index_topk tokens; longer ones are not served."""
 
 import pytest
 import torch

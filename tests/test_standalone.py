@@ -1,4 +1,4 @@
-"""Standalone drafts that do not fit are refused, and nothing is left on either model."""
+"""Standalone drafts that do not fit are refused, and both models stay unchanged."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ def test_a_draft_without_a_tokenizer_may_name_its_own(folder):
     ],
 )
 def test_a_broken_tokenizer_is_no_missing_one(folder, name, text):
-    """None would turn the check of the vocabulary off; text None: the file is gone, the others speak of it."""
+    """A missing one would skip the vocabulary check. text None: the file is missing, but others refer to it."""
     if text is None:
         (folder / name).unlink()
     else:
@@ -94,7 +94,7 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(folder, 
     config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "mine.py").write_text("raise AssertionError('ran')")
-    load_pretrained(folder)  # transformers has a tokenizer of its own for this kind of model
+    load_pretrained(folder)  # transformers has its own tokenizer for this kind of model
     (folder / "config.json").unlink()
     with pytest.raises(specdec.CheckpointError, match="it needs custom code, which is not run here; read that code"):
         read_tokenizer(folder)
@@ -130,7 +130,7 @@ def test_another_vocabulary_the_target_itself_and_short_positions_are_refused():
 
 
 def told(model, draft, **options):
-    """What attaching warns of, and where from."""
+    """Return the warnings of attach that name this file as their source."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         specdec.attach(model, draft, max_seq_len=64, **options).detach()
@@ -186,7 +186,7 @@ def test_a_model_that_cannot_be_routed_is_no_draft():
 
 
 def test_two_threads_read_gguf_files_one_after_the_other():
-    """What is set on gguf meanwhile is put back, whichever ends first."""
+    """What they set in gguf is restored, whichever ends first."""
     gguf = pytest.importorskip("gguf")
     live, is_inside, may_leave = gguf.GGUFReader, threading.Event(), threading.Event()
 

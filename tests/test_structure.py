@@ -1,4 +1,4 @@
-"""Structured answers of `specdec serve`: response_format, tools and thoughts, by OpenAI's client; formats as data."""
+"""Structured answers of `specdec serve`: response_format, tools and reasoning, by OpenAI's client; formats as data."""
 
 import itertools
 import json
@@ -117,7 +117,7 @@ def test_calls_of_tools_are_parsed_and_streamed(served):
 
 @pytest.mark.parametrize("choice", ["auto", {"type": "function", "function": {"name": "weather"}}])
 def test_a_special_token_that_ends_texts_may_end_those_that_may_call(served, choice):
-    """Token 1 or <bos>, which is no content; an answer without calls, and one with them."""
+    """Token 1, <bos>, is not content; an answer without calls, and one with them."""
     body = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 150}
     body |= {"stop_token_ids": [1], "logit_bias": {"1": 100}}
     reason = "stop" if choice == "auto" else "tool_calls"
@@ -293,7 +293,7 @@ def test_an_answer_that_is_cut_behind_arguments_has_no_content(name, size):
 
 
 def test_a_call_whose_arguments_a_stop_string_ends_is_none_to_run():
-    """finish_reason is "stop" then: clients read arguments where it is "tool_calls"."""
+    """finish_reason is "stop" then: clients run calls where it is "tool_calls"."""
     text = ANSWERS["hermes"]
     for cut in (text.index("}"), len(text)):
         splitter = Splitter(formats.TOOL_FORMATS["hermes"], None)
@@ -374,7 +374,7 @@ def test_a_tool_without_parameters_takes_no_arguments():
 
 @pytest.mark.parametrize("name", [n for n, form in formats.TOOL_FORMATS.items() if form.has_json])
 def test_forced_calls_are_what_the_parser_reads(name):
-    """A text that the grammar of a format allows is split into the call."""
+    """The parser splits a text that the grammar of a format allows into the call."""
     form, tokenizer = formats.TOOL_FORMATS[name], tiny_tokenizer()
     compiler = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2]))
     thinking = formats.THINKING["think"]
@@ -391,7 +391,7 @@ def test_forced_calls_are_what_the_parser_reads(name):
 
 @pytest.mark.parametrize("name", [n for n, form in formats.TOOL_FORMATS.items() if form.trigger])
 def test_calls_that_a_model_begins_itself_are_constrained(name):
-    """tool_choice="auto": other text is free, and may end; arguments fit the schema, and are those that are parsed."""
+    """tool_choice="auto": other text is free, and may end; arguments fit the schema and are parsed unchanged."""
     form, tokenizer = formats.TOOL_FORMATS[name], tiny_tokenizer()
     compiler = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2]))
     tools = structure.tools("tools", TOOLS)

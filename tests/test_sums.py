@@ -1,4 +1,4 @@
-"""The kernel that sums over ranks, of two processes that share memory, or two GPUs; the twin is a sum in fp32."""
+"""The all-reduce kernel on two processes that share memory, or two GPUs; the twin is a sum in fp32."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ SIZES = (1, 7, 576, 2048, 2049, 4096, 1, MOST // 4, 5000, 2048)
 
 
 def parts(number, size, dtype):
-    """What each rank adds to the `number`-th sum."""
+    """Return what each rank adds to sum `number`."""
     random = torch.Generator().manual_seed(number)
     return [torch.randn(size, generator=random).to(dtype) for _ in range(SIZE)]
 
@@ -24,7 +24,7 @@ def twin(given, dtype):
 
 
 def play(rank, folder, device, repeats):
-    """Sums of all sizes, in an order that changes which place a block is at; the differences from the twin."""
+    """Run sums of all sizes, in an order that changes the buffer of a block; return the differences from the twin."""
     if device == "cpu":
         make_quick()
     num_bytes = PushedSum.num_bytes(SIZE, MOST)
@@ -40,7 +40,7 @@ def play(rank, folder, device, repeats):
             for dtype in (torch.float32, torch.bfloat16):
                 given = parts(number, size, dtype)
                 found, expected = summed(given[rank]).float(), twin(given, dtype).float()
-                one_bit = 0.0 if dtype is torch.float32 else 2**-7  # the interpreter cuts bits off where GPUs round
+                one_bit = 0.0 if dtype is torch.float32 else 2**-7  # the interpreter truncates where GPUs round
                 if not torch.allclose(found, expected, rtol=one_bit, atol=0.0):
                     wrong.append((number, size, dtype))
                 number += 1

@@ -1,4 +1,4 @@
-"""Prefills run what follows the last attention on the last token of each prompt only, where no other row is read."""
+"""Prefills run the layers after the last attention for the last token of each prompt only, if no other row is read."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ from tests.heads import MODULES, random_draft
 from tests.test_attach import greedy
 from tests.tiny_models import VOCAB, tiny_model
 
-SIN = (torch.ops.aten.sin.default,)  # in the place of attention
+SIN = (torch.ops.aten.sin.default,)  # in place of attention
 ROWS = torch.tensor([6, 2, 6])
 LENS = (5, 9, 14)
 
 
 class Gated(torch.nn.Module):
-    """Its last piece takes a gate, half of a product, whose rows are strided; `aux` comes from before it."""
+    """Its last piece takes a gate, half of a product, with strided rows; `aux` is computed before it."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Gated(torch.nn.Module):
 
 
 def on_rows_of(model, compiler):
-    """Results of `model`, traced, [7, 8] and [7, 16], where ROWS are read and where all are; checks the latter."""
+    """Return results of the traced `model`, [7, 8] and [7, 16], for ROWS only and for all rows; check the latter."""
     x = torch.randn(7, 8)
     traced = trace(model, (torch.randn(16, 8),), SIN, compiler, num_outputs=2)
     with torch.inference_mode():
@@ -66,7 +66,7 @@ def test_pieces_without_attention_before_them_run_on_all_rows():
 
 @pytest.fixture
 def narrowed(monkeypatch):
-    """How many rows last pieces took of how many, a call each."""
+    """For each call of a last piece: how many rows were chosen, and how many it computed."""
     seen, live = [], tail._LastPiece.__call__
 
     def call(piece, *args):
@@ -80,7 +80,7 @@ def narrowed(monkeypatch):
 
 
 def prefilled(engine, model, seen):
-    """Generate from prompts together; the rows that last pieces took of their tokens, in order."""
+    """Generate from all prompts together; return the row counts of last pieces, in order."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENS]
     seen.clear()
@@ -97,7 +97,7 @@ ALL, LAST = (None, sum(LENS)), (len(LENS), sum(LENS))
      ("eagle", [ALL, LAST]), (MODULES, [ALL] * 4)],
 )  # fmt: skip
 def test_prefills_of_target_and_draft_read_last_rows(algo, expected, narrowed):
-    """EAGLE and NextN read the last hidden states of all tokens; a next MTP module reads those of the one before; a
+    """EAGLE and NextN read the last hidden states of all tokens; a later MTP module reads those of the module before; a
     standalone draft reads first tokens."""
     model = tiny_model("llama")
     draft = None if algo in (None, "lookup") else random_draft(model, algo)

@@ -15,7 +15,7 @@ AUX = (0, 1, 2)
 IDS = [5, 9, 3, 77, 12, 6]
 _IDS = dict(bos_token_id=1, eos_token_id=2)
 _GPT = dict(vocab_size=128, n_embd=64, n_layer=4, n_head=4, n_positions=64, rotary_dim=8, **_IDS)
-# Of these transformers' own list is an entry longer than that of others (5.17).
+# transformers' own list for these is one entry longer than for others (5.17).
 BUILD = {
     "llama": lambda: tiny_model("llama"),
     "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**_GPT)).eval(),
@@ -66,7 +66,7 @@ def test_a_head_is_trained_on_the_same(name):
 
 
 def test_a_model_whose_layers_do_not_run_in_their_order_has_no_features():
-    """The first layer runs twice: which of its outputs would be meant?"""
+    """The first layer runs twice: which of its outputs is meant?"""
     model = tiny_model("llama")
     model.model.layers[1] = model.model.layers[0]
     with pytest.raises(specdec.AttachError, match="layers do not each run once, in the order of their list"):

@@ -1,5 +1,5 @@
-"""Two ranks, over gloo or a GPU each: the text of one process, with every algorithm; who fails is named, and nothing
-hangs."""
+"""Two ranks, over gloo or a GPU each: the text of one process, with every algorithm; failing ranks are named, and
+nothing hangs."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ SETTINGS = {"max_batch": 3, "max_seq_len": 64, "graph_sampling": ("greedy",)}
 
 
 def engine_of(model, algo, shape="chain", **settings):
-    """An engine on a model that may be sharded; drafts are made from a whole one, so that they are equal."""
+    """Attach to a model that may be sharded; drafts are made from a whole one, so that they are equal."""
     whole = tiny_model("llama")
     drafting = dict(zip(("num_steps", "topk", "num_draft_tokens"), SHAPES[shape], strict=True))
     draft = None if algo in ("none", "lookup") else random_draft(whole, algo).to(model.device)
@@ -48,7 +48,7 @@ def engine_of(model, algo, shape="chain", **settings):
 
 
 def texts(model, cases):
-    """The tokens of these cases; of greedy trees from graphs."""
+    """Return the tokens of these cases; greedy trees run in graphs."""
     found = {}
     for algo, shape in dict.fromkeys((algo, shape) for algo, shape, _ in cases):
         engine = engine_of(model, algo, shape, cuda_graph=True if shape == "tree" else None)
@@ -66,15 +66,15 @@ def sharded(path):
 
 
 class Verdict(NamedTuple):
-    """What ranks agree on: tensors [n, ...] of integers and bools."""
+    """Values that ranks agree on: tensors [n, ...] of integers and bools."""
 
     numbers: torch.Tensor
     flags: torch.Tensor
 
 
 def play(rank, folder, device, path, cases, is_whole, *faults):
-    """The texts of cases; if `is_whole` all else that two ranks do together, and then the faults, each of which leaves
-    the group useless, on a new one."""
+    """Return the texts of cases; if `is_whole`, also all else that two ranks do together, and then the faults, each in
+    a new group, since it leaves the group unusable."""
     found = {}
     ranks.BEAT_S = 0.2
 
@@ -102,13 +102,13 @@ def play(rank, folder, device, path, cases, is_whole, *faults):
 
 
 def suffer(rank, folder, device, path, fault):
-    """What a fault ends in, and when; of a rank that is killed, nothing."""
+    """Return how a fault ends, and when; nothing for a rank that is killed."""
     if not Path(folder, str(rank)).exists():
         save(rank, folder, (True, {}))
     start = time.monotonic()
     told = error_of(lambda: FAULTS[fault](sharded(path), rank))
     if device == "cuda":
-        torch.cuda.synchronize()  # nothing waits for the other rank any more
+        torch.cuda.synchronize()  # nothing waits for the other rank
     return {fault: told, f"{fault}_s": time.monotonic() - start}
 
 
@@ -123,7 +123,7 @@ def shards_of(model):
 
 
 def parts_of(model):
-    """K/V heads of this rank, and whether drafts that copy rows of the output head get all of them."""
+    """Return this rank's K/V heads, and whether drafts that copy rows of the output head get all of them."""
     engine = engine_of(model, "none")
     whole = tiny_model("llama").lm_head.weight
     shape = engine._core.target.shape
@@ -134,8 +134,8 @@ def parts_of(model):
 
 
 def from_files(model, folder):
-    """Tokens of a NextN layer that is read from its files, and made of the classes of the sharded target; which of the
-    output heads beside it it keeps: the target's, or another."""
+    """Tokens of a NextN layer read from files, and built from the classes of the sharded target; and whether it keeps
+    the output head stored with it: the target's, or another."""
     whole = tiny_model("llama")
     save_head(folder, random_draft(whole, "nextn"), dtype=torch.float32)
     file, own = folder / "model.safetensors", []
@@ -150,8 +150,8 @@ def from_files(model, folder):
 
 
 def disagree(model, rank):
-    """Seeds that nobody gave, and what is computed otherwise; other prompts and stops on one rank, after which both go
-    on; other settings."""
+    """Default seeds, and results that differ by rank; other prompts and stops on one rank, after which both continue;
+    other settings."""
     engine = engine_of(model, "eagle3")
     torch.manual_seed(rank)
     requests = engine.submit(PROMPTS, max_new_tokens=8, temperature=0.8, do_sample=True)
@@ -170,7 +170,7 @@ def disagree(model, rank):
 
 
 def replayed(model, prefill_graph):
-    """Tokens from graphs alone, what ran otherwise, how layers ran, and the collectives of attach in their order."""
+    """Return tokens from graphs alone, eager runs, how layers ran, and the collectives of attach in order."""
     calls = []
 
     def noted(name):
@@ -195,8 +195,8 @@ def replayed(model, prefill_graph):
 
 
 def shares_prefixes(model, rank):
-    """Tokens and what was found of prompts that begin alike: first, again, after one rank has cleared, again, and after
-    one has written a weight; beside it, scores of continuations whose prompts begin alike."""
+    """Tokens of prompts, and how many were found cached: first, again, after one rank has cleared, again, and after one
+    has written a weight; also scores of two continuations of one prompt."""
     found = []
     with engine_of(model, "eagle3", prefix_cache=True) as engine:
         for _ in range(5):
@@ -213,7 +213,7 @@ def shares_prefixes(model, rank):
 
 
 def preempts(model):
-    """Tokens from few slots, which requests take as their texts grow, and what was prefilled again for it."""
+    """Return tokens with few slots, which requests take as their texts grow, and what was prefilled again."""
     with mock.patch("specdec.core.engine.scheduler.GROWTH", 1), engine_of(model, "eagle3", num_slots=40) as engine:
         tokens = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS).tokens
         engine.check_integrity()
@@ -221,12 +221,12 @@ def preempts(model):
 
 
 def fails_to_capture(model, rank):
-    """A graph that one rank cannot make is used by none."""
+    """A graph that one rank cannot capture is used by none."""
     kind = FullCapture if model.device.type == "cuda" else RecordedCapture
     capture = kind.capture
 
     def broken(self, body):
-        graph = capture(self, body)  # first: recorded captures sum
+        graph = capture(self, body)  # first: recorded captures run collectives
         if rank and body.keywords["rows"].shape[0] == 1:
             raise RuntimeError("out of memory")
         return graph
@@ -241,7 +241,7 @@ def fails_to_capture(model, rank):
 
 
 def fails_to_compile(model, rank):
-    """Layers that compile on one rank only would make other graphs there."""
+    """Layers compiled on one rank only would make other graphs there."""
 
     def broken(*args, **options):
         raise GraphError("no graph")
@@ -262,7 +262,7 @@ def fails_in_a_step(model, rank):
 
 
 def in_round(engine, number, fn):
-    """Call `fn` where that round is launched."""
+    """Call `fn` when round `number` is launched."""
     rounds, play = itertools.count(1), engine._core.graphs.play
 
     def launch(*args):
@@ -274,26 +274,26 @@ def in_round(engine, number, fn):
 
 
 def fails_to_attach(model, rank):
-    """Rank 1 has no memory for its tables; rank 0 goes on to the first sum of the round's warm-up."""
+    """Rank 1 has no memory for its tables; rank 0 continues to the first sum of the round's warm-up."""
     broken = MemoryError("none left") if rank else EngineState.empty
     with mock.patch.object(EngineState, "empty", side_effect=broken):
         engine_of(model, "eagle3", cuda_graph=True)
 
 
 def is_killed(model, rank):
-    """Rank 1, in the middle of a call."""
+    """Rank 1 is killed in the middle of a call."""
     ranks.BEAT_S, ranks.LATE_S = 0.2, 2.0
     engine = engine_of(model, "eagle3")
     in_round(engine, 3, lambda: os.kill(os.getpid(), signal.SIGKILL) if rank else None)
     engine.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
 
 
-FAULTS = {"step": fails_in_a_step, "attach": fails_to_attach, "killed": is_killed}  # the last one's process ends in it
+FAULTS = {"step": fails_in_a_step, "attach": fails_to_attach, "killed": is_killed}  # the last one ends its process
 
 
 @pytest.fixture(scope="module")
 def selected(request):
-    """The cases whose texts this run compares, and whether it has other tests of this module."""
+    """Return the cases whose texts this run compares, and whether it runs other tests of this module."""
     own = [item for item in request.session.items if item.path == Path(__file__)]
     given = [getattr(item, "callspec", None) for item in own]
     cases = COMPARED.union(c.params["case"] for c in given if c and "case" in c.params)
@@ -302,18 +302,18 @@ def selected(request):
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory, device, selected):
-    """What both ranks found, and the exit codes of the last fault."""
+    """Return what both ranks found, and the exit codes of the last fault."""
     path = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(path)
     if device == "cpu":
         faults = FAULTS if selected[1] else ()
         return on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path), *selected, *faults)
     found, codes = on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path), *selected)
-    # processes of their own: NCCL does not always begin again where it was broken off
+    # separate processes: NCCL cannot always start again after an interruption
     for fault in FAULTS if selected[1] else ():
         folder = tmp_path_factory.mktemp("ranks")
         suffered, codes = on_ranks(suffer, folder, device, str(path), fault)
-        if codes[0] == LOST:  # kernels were being loaded into a device that waited
+        if codes[0] == LOST:  # kernels were being loaded into a device that was waiting
             suffered[0][fault] = "RankError: " + told_file(0, folder).read_text()[-2000:]
         found = [{**f, **s} for f, s in zip(found, suffered, strict=True)]
     return found, codes
@@ -381,7 +381,7 @@ def test_layers_that_compile_on_one_rank_only_run_live_on_all(played, expected):
 
 @pytest.mark.parametrize("graph", ["piecewise", "whole"])
 def test_everything_replays_on_ranks_and_sums_come_in_one_order(played, expected, graph, device):
-    """Compile, warm-up and capture are the same sums in the same order on all ranks: none waits for another."""
+    """Compile, warm-up and capture run the same sums in the same order on all ranks: none waits for another."""
     (tokens, eager, compiled, sums), theirs = (p["replayed"][graph] for p in played)
     assert tokens == theirs[0] == expected["eagle3", "tree", "greedy"]
     is_live = graph == "whole" and device == "cpu"

@@ -1,4 +1,4 @@
-"""Prompts of every accepted form, and text that appears piece by piece."""
+"""Prompts of every accepted form, and text that arrives piece by piece."""
 
 import time
 
@@ -18,7 +18,7 @@ from tests.tiny_models import tiny_model
 
 
 class ByteTokenizer:
-    """One token a byte, as the worst case of byte-level BPE; ids past 96 wrap so that tiny models can use it."""
+    """One token per byte, as the worst case of byte-level BPE; ids above 96 wrap so that tiny models can use it."""
 
     def __call__(self, text, **_):
         return {"input_ids": list(text.encode())}
@@ -94,7 +94,7 @@ def test_held_text_is_looked_at_when_the_request_ends():
 
 
 class Spaced:
-    """One word a token; as of SentencePiece, the space before a text's first word is not in its text."""
+    """One word per token; as in SentencePiece, the space before a text's first word is not decoded."""
 
     def decode(self, ids, **_):
         return " ".join("abcdefgh"[i] for i in ids)
@@ -106,10 +106,10 @@ class Spaced:
         ("List:\n", "A, B", ":\nA", "", 1),
         ("List:\n", "AB, C", ":\nABC", "AB, C", 5),
         ("List:\n", "AB, C", ["x", "\nAB,"], "", 3),
-        ("aa", "aab", "aaa", "", 1),  # the prompt's own end counts, as far as it begins the string
+        ("aa", "aab", "aaa", "", 1),  # the prompt's end counts, as far as it begins the string
         ("xSTOP", "STOP y", "STOP", "", 4),  # a stop string within the prompt ends nothing
         ("xSTOP", "a STOP y", "STOP", "a ", 6),
-        ("é".encode()[:1], "é".encode()[1:] + b"z", "éz", "\ufffdz", 2),  # half a character of the prompt's
+        ("é".encode()[:1], "é".encode()[1:] + b"z", "éz", "\ufffdz", 2),  # half a character of the prompt
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 9])
@@ -131,7 +131,7 @@ def test_pieces_that_come_while_text_is_read_are_read_next():
         def __getitem__(self, at):
             found = super().__getitem__(at)
             if len(self) == 1:
-                self.append("late")  # by the step of another thread
+                self.append("late")  # added by another thread's step
             return found
 
     detokenizer = Detokenizer(TOKENIZER, ["never"])
@@ -276,7 +276,7 @@ class Bytes:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_long_run_of_bytes_is_text(size):
-    """As tokenizers with byte fallback decode it: all of a run is lost while one of its characters is incomplete."""
+    """Decoders with byte fallback drop a whole run of bytes while one of its characters is incomplete."""
     tokenizer = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)

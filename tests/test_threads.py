@@ -1,4 +1,4 @@
-"""Many callers of one engine: streams read in turn, threads, the live model beside them, detach under way, fairness."""
+"""Many callers of one engine: streams read in turn, threads, the live model beside them, detach meanwhile, fairness."""
 
 import asyncio
 import copy
@@ -44,7 +44,7 @@ def join(threads: list[threading.Thread]) -> None:
 
 @pytest.mark.parametrize("stop", [(), ("no such text",)])
 def test_streams_read_in_turn_keep_their_text(model, expected, stop):
-    """The second stream's steps end the first one's request before it is read again."""
+    """The second stream's steps finish the first one's request before it is read again."""
     engine = specdec.attach(model, random_head(model), tokenizer=TOKENIZER)
     streams = [engine.stream([p], max_new_tokens=NUM_TOKENS, stop=stop) for p in ragged_prompts()[:3]]
     texts = [next(s) for s in streams]
@@ -164,7 +164,7 @@ def test_in_asyncio(model, expected):
 
 
 def test_turns_go_round():
-    """A thread that takes turn after turn does not keep the others waiting."""
+    """A thread that takes turn after turn does not starve the others."""
     turns, is_over, num_turns = Turns(print), threading.Event(), [0]
 
     def greedy_one() -> None:
@@ -235,7 +235,7 @@ def test_whatever_ends_a_call_of_the_live_model_frees_the_turn(expected, error, 
 
 
 def test_checkpointed_layers_are_run_again_in_turn():
-    """Gradient checkpointing runs them in backward passes, outside of calls of the model."""
+    """Gradient checkpointing reruns them in backward passes, outside calls of the model."""
     model = tiny_model("llama")
     model.gradient_checkpointing_enable()
     engine = specdec.attach(model)
@@ -265,7 +265,7 @@ def test_attaches_of_one_model_wait_for_each_other():
 
 
 def within_a_step(model, act) -> list[int]:
-    """Tokens of an engine on `model`, which another thread does `act` to within a step."""
+    """Return tokens of an engine on `model`; another thread runs `act` during one of its steps."""
     engine, acted = specdec.attach(model), []
 
     def once(*args) -> None:
@@ -291,7 +291,7 @@ def test_what_other_threads_set_within_a_step_stays(expected):
 
 
 def test_models_that_share_a_config_do_not_meet(model, expected):
-    """One runs in another thread while an engine steps, whose attention goes elsewhere."""
+    """One runs in another thread while an engine steps with its attention replaced."""
     mine, theirs = tiny_model("llama"), tiny_model("llama")
     for module in theirs.modules():
         if hasattr(module, "config"):
@@ -305,7 +305,7 @@ def test_models_that_share_a_config_do_not_meet(model, expected):
 
 
 def test_a_stream_that_is_closed_frees_its_slots_at_once():
-    """While somebody still holds it: from Python 3.12 on, closing a generator need not close those it iterates over."""
+    """Even while it is referenced: since Python 3.12, closing a generator need not close those it iterates over."""
     engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_seq_len=64)
     stream = engine.stream([5, 6, 7], max_new_tokens=20, ignore_eos=True)
     next(stream)
@@ -329,5 +329,5 @@ loop.run_until_complete(anext(stream))
 
 
 def test_python_ends_well_while_a_stream_of_asyncio_is_under_way():
-    """The thread that steps is over before PyTorch is taken down: it would crash."""
+    """The stepping thread ends before PyTorch is torn down: else it would crash."""
     subprocess.run([sys.executable, "-c", LEFT], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The tables of tiers name tests that exist, and functions play what fits into their budgets."""
+"""The tables of tiers name existing tests, and functions run the cases that fit into their budgets."""
 
 import ast
 import json
@@ -11,7 +11,7 @@ from tests.tiers import ALL_S, FIRST, SECONDS, TEST_S
 
 
 def test_every_name_is_a_test() -> None:
-    """A name that is no test's would change nothing, in silence."""
+    """A name that is no test's would be ignored silently."""
     folder = Path(__file__).parent
     names = {
         f"{path.name}::{node.name}"
@@ -24,7 +24,7 @@ def test_every_name_is_a_test() -> None:
 
 
 class Item(SimpleNamespace):
-    """What `mark` asks of a test."""
+    """The part of a test that `mark` uses."""
 
     def __init__(self, function: str, case: int):
         super().__init__(nodeid=f"tests/test_x.py::{function}[{case}]", keywords={"gpu": True} if case < 0 else {})

@@ -1,4 +1,4 @@
-"""Another kind of head: class and format in one file (this one), and one row in the table."""
+"""A new kind of head: class and format in one file (this one), and one row in the table."""
 
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ def fresh_toy(model):
 TOY = replace(
     EAGLE,
     algo="toy",
-    # its fc goes by another name in files
+    # its fc has another name in files
     layouts=(Layout("toy", "toy", r"toy_fc\.", (("toy_fc.", "fc."), *same("layers.", "embed_tokens."))),),
     read=partial(read, head_class=ToyHead),
     fresh=lambda model, shape, seed, hot_ids: fresh_toy(model).train(),
@@ -50,7 +50,7 @@ TOY = replace(
 
 @pytest.fixture(autouse=True)
 def row(monkeypatch):
-    """The one row that a new kind of head needs."""
+    """Add the one row that a new kind of head needs."""
     monkeypatch.setattr(formats, "ROWS", (TOY, *formats.ROWS))
 
 

@@ -53,7 +53,7 @@ def corpus(target: LlamaForCausalLM) -> Corpus:
 
 
 def loud_head(target: LlamaForCausalLM, algo: str = "eagle3") -> DraftHead:
-    """A head whose attention, MLP and embedding matter: a fresh one barely uses them."""
+    """A head whose attention, MLP and embedding affect the output: a fresh one barely uses them."""
     head = fresh(algo, target)
     random = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -81,13 +81,13 @@ def head_trainer(
 def naive_attention(
     qs: list[torch.Tensor], ks: list[torch.Tensor], vs: list[torch.Tensor], spec: LayerSpec
 ) -> torch.Tensor:
-    """The last step's attention, a row at a time; qs, ks, vs: [B, T, H, d] of each step so far."""
+    """The last step's attention, row by row; qs, ks, vs: [B, T, H, d] of each step so far."""
     q = qs[-1]
     out = torch.zeros_like(q)
     group = q.shape[2] // ks[0].shape[2]
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
-            near = slice(-spec.window if spec.window else None, None)  # keys stand at 0..i+step without gaps
+            near = slice(-spec.window if spec.window else None, None)  # keys are at 0..i+step without gaps
             for h in range(q.shape[2]):
                 g = h // group
                 keys = torch.stack([*ks[0][b, : i + 1, g], *[k[b, i, g] for k in ks[1:]]])[near]
@@ -121,7 +121,7 @@ def test_tokens_must_reach_the_last_step(target: LlamaForCausalLM) -> None:
 
 
 class Incremental:
-    """The head as inference runs it: rows appended to a KV pool through the attention op."""
+    """Runs the head as inference does: appends rows to a KV pool through the attention op."""
 
     def __init__(self, head: DraftHead, embed: torch.nn.Module):
         spec = head.attention_layers[0]
@@ -130,7 +130,7 @@ class Incremental:
         self.head, self.embed, self.length = head, embed, 0
 
     def append(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """tokens [n], hidden [n, h_d], causal among themselves: recycled states [n, h_d]."""
+        """Append tokens [n], hidden [n, h_d], causal among themselves; return recycled states [n, h_d]."""
         metadata = TORCH_METADATA.uniform(
             ForwardMode.DRAFT,
             torch.arange(1, 64, dtype=torch.int32).unsqueeze(0),
@@ -179,7 +179,7 @@ def test_the_teacher_reads_the_rows_that_are_asked_for(target: LlamaForCausalLM,
     is_hot = algo == "eagle3"
     goal = teacher.goal(hidden.flatten(0, 1)[batch.rows], head.hot_ids if is_hot else None, RowMath(5))
     full = target(batch.tokens[:, : batch.length], output_hidden_states=True)
-    # classic numbering counts from the embedding: hidden_states[k] is the output of layer k-1, the last one is normed
+    # classic numbering starts at the embedding: hidden_states[k] is the output of layer k-1, the last one is normed
     wanted = torch.cat([full.hidden_states[i + 1] for i in AUX], -1) if is_hot else full.hidden_states[-1]
     torch.testing.assert_close(features, wanted)
     logits = full.logits.flatten(0, 1)[batch.rows]
@@ -206,7 +206,7 @@ def test_chunked_loss_equals_autograd(lk_weight: float, hot: list[int] | None) -
     states = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
     lm_head = torch.randn(ids.numel(), 6, dtype=torch.float64, requires_grad=True)
     target_logits = 2 * torch.randn(11, 20, dtype=torch.float64)
-    rows, places = RowMath(4), torch.arange(11.0, dtype=torch.float64)  # places stand for hidden states
+    rows, places = RowMath(4), torch.arange(11.0, dtype=torch.float64)  # places stand in for hidden states
     goal = rows.goal(lambda i: target_logits[i.long()], places, 20, ids if hot else None)
     loss, best = imitation_loss(rows, states, OutputHead(lm_head), goal, goal.weights, lk_weight)
     got = torch.autograd.grad(2 * loss, [states, lm_head])
@@ -271,7 +271,7 @@ def test_an_eagle_head_learns_features_and_law(target: LlamaForCausalLM, corpus:
 @pytest.mark.parametrize("algo", ["eagle", "nextn"])
 def test_a_fresh_head_passes_the_targets_state_through(corpus: Corpus, algo: str) -> None:
     target = tiny_target()
-    target.model.norm.weight.copy_(torch.linspace(0.3, 2.3, 64))  # ones hide what undoes it
+    target.model.norm.weight.copy_(torch.linspace(0.3, 2.3, 64))  # ones would hide a missing norm
     batches = Batches(corpus, 3, 128, 99, CPU)
     batch = batches.build(batches.plan(None)[0])
     features = Teacher(target, (LAST,)).read(batch).features
@@ -289,7 +289,7 @@ def test_a_fresh_head_passes_the_targets_state_through(corpus: Corpus, algo: str
 @pytest.mark.parametrize("algo", ["eagle", "eagle3", "block"])
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "mamba"])
 def test_fresh_heads_fit_targets_whose_configs_use_other_words(kind: str, algo: str) -> None:
-    """None of these has an `intermediate_size`, or has heads, by that name."""
+    """None of these has `intermediate_size`, or the number of heads, under that name."""
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": VOCAB}
     if kind == "opt":
         sizes |= {"num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64}
@@ -332,7 +332,7 @@ def test_targets_without_a_nextn_layer_are_told(kind: str, said: str) -> None:
 
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
-    """What torch hands out uninitialised holds NaN, not whatever lay there."""
+    """Make torch fill uninitialised memory with NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
@@ -441,7 +441,7 @@ def test_weights_of_steps_beside_survival_are_refused_where_they_were_ignored() 
         with pytest.raises(ValueError, match=f"step_decay: survival already weights the steps of '{algo}'"):
             recipe(algo, epochs=1, step_decay=0.5, **changes)
     assert recipe("block", epochs=1, step_decay=0.5, survival=False).step_weights[1] == 0.5
-    assert recipe("nextn", epochs=1, survival=True).survival  # whose own recipe has a decay
+    assert recipe("nextn", epochs=1, survival=True).survival  # its own recipe has a decay
 
 
 LEARNING = [
@@ -457,7 +457,7 @@ def test_overfits_one_batch(target: LlamaForCausalLM, corpus: Corpus, algo: str,
     few = corpus.select(range(4))
     head = tiny_head(target, draft_vocab_size=96) if algo == "eagle3" else fresh(algo, target)
     result = head_trainer(target, head, few, config(**{"max_steps": 60, "tokens_per_batch": 256, **changes})).fit()
-    # a chain that starts near the end of an answer is cut there, so a_j has a ceiling below 1
+    # a chain that starts near the end of an answer is cut there, so a_j has a maximum below 1
     assert min(result["acc"]) > 0.9 and result["accept_at"][0] > 0.85 and result["rows"] > 0
     assert result["argmax_coverage"] == 1.0 and math.isclose(result["tau"], 1 + sum(result["accept_at"]))
 
@@ -497,7 +497,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(target, corpus
 def test_resumed_run_equals_the_uninterrupted_one(
     target: LlamaForCausalLM, corpus: Corpus, tmp_path: Path, algo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C comes within a step, and takes effect after it."""
+    """Ctrl-C arrives within a step and takes effect after it."""
     settings = config(feature_noise=0.1)
     whole = head_trainer(target, fresh(algo, target), corpus, settings)
     expected = whole.fit()
@@ -526,7 +526,7 @@ def test_resumed_run_equals_the_uninterrupted_one(
 def test_a_checkpoint_of_another_draft_says_where_it_differs(
     target: LlamaForCausalLM, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """And does not list all of both drafts' tensors."""
+    """It does not list all tensors of both drafts."""
     first, second = (head_trainer(target, tiny_head(target, size), corpus, config()) for size in (64, 40))
     first.save(tmp_path / "checkpoint.pt")
     told = r"of another run \(draft's lm_head\.weight: \[64, 64\] there, \[40, 64\] here\); use its settings$"
@@ -545,7 +545,7 @@ def test_low_precision_targets_train_a_head_in_fp32(corpus: Corpus, algo: str) -
     for name, p in head.named_parameters():
         assert p.dtype == torch.float32 and torch.equal(working[name], p.bfloat16())
         assert torch.equal(before[name], p) is ("lm_head" in name)
-    if algo == "nextn":  # rounded frequencies turn far positions by the wrong angle
+    if algo == "nextn":  # rounded frequencies rotate far positions by the wrong angle
         assert trainer.objective.optimizer.working.rotary.inv_freq.dtype == torch.float32
 
 

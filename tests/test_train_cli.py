@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def invoke(*args: object) -> dict[str, Any]:
-    """What the command reports in its last line."""
+    """Return the command's report, which is its last line."""
     result = CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout.splitlines()[-1])
@@ -135,7 +135,7 @@ def test_a_head_goes_on_with_another_draft_vocabulary(folder: Path, tmp_path: Pa
     report = fit(folder, "eagle3", tmp_path / "wider", *again)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "wider"))
     assert report["draft_vocab_size"] == len(after["d2t"]) == 64 and len(before["d2t"]) == 40
-    assert "lm_head.weight" not in after  # the target has its rows
+    assert "lm_head.weight" not in after  # the target has these rows
     torch.testing.assert_close(after["fc.weight"], before["fc.weight"], atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match=r"num_layers=0: expected"):
         fit(folder, "eagle3", tmp_path / "no", "--max-steps", 1, "--num-layers", 0)
@@ -152,7 +152,7 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, mo
     fit(folder, "eagle", head, "--max-steps", 2)
     stored = load_file(head / "model.safetensors")
     noise = torch.randn(stored["fc.weight"].shape, generator=torch.Generator().manual_seed(0))
-    save_file(stored | {"fc.weight": 0.1 * noise}, head / "model.safetensors")  # made for another model, as it were
+    save_file(stored | {"fc.weight": 0.1 * noise}, head / "model.safetensors")  # as if made for another model
     corpus = Corpus.merge([Corpus.load(folder / f"{name}.safetensors") for name in "ab"])
     texts = [corpus.sequence(i) for i in range(len(corpus))]
     lines = [{"prompt_token_ids": t[~a].tolist(), "token_ids": t[a].tolist()} for t, a in texts]
@@ -188,7 +188,7 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, mo
 
 
 def test_the_card_tells_no_acceptance_that_was_not_measured(folder: Path, tmp_path: Path) -> None:
-    """Without held-out text it said that tau is 0."""
+    """Without held-out text it used to say that tau is 0."""
     fit(folder, "eagle", tmp_path / "h", "--max-steps", 1, "--held-out", 0)
     card = (tmp_path / "h" / "README.md").read_text("utf-8")
     assert "| held out sequences | 0 |" in card and "tau" not in card and "draft step" not in card
@@ -224,7 +224,7 @@ def test_blocks_shorter_than_the_recipe_are_adapted_and_longer_steps_refused_bef
 
 
 def test_a_small_model_that_gguf_cannot_hold_is_adapted_as_it_is(folder: Path, tmp_path: Path) -> None:
-    """As Llama 3.2 is, whose ropes are scaled: GGUF files of ours have no scaling, and so had the exported draft."""
+    """Such as Llama 3.2 with its scaled ropes: our GGUF files have no scaling, so exported drafts lost it."""
     rope = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 32}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     sizes = dict(vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
@@ -247,7 +247,7 @@ def test_a_corpus_that_would_be_empty_is_refused(folder: Path, tmp_path: Path, m
 
 
 def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path) -> None:
-    """A run that is broken off has no draft yet: its corpus and its checkpoint are what there is."""
+    """An interrupted run has no draft yet: only its corpus and its checkpoint."""
     corpus, checkpoint = tmp_path / "h.corpus.safetensors", tmp_path / "h.checkpoint.pt"
     for file in (corpus, checkpoint):
         file.write_bytes(b"hours of work")
@@ -298,7 +298,7 @@ def test_what_cannot_be_trained_is_told_before(folder: Path, tmp_path: Path, mon
 
 
 def test_a_draft_that_cannot_be_made_is_told_before_its_corpus_is(folder: Path, tmp_path: Path) -> None:
-    """It may take hours to generate."""
+    """Generating the corpus may take hours."""
     where = ["--target", folder / "target", *SHORT[-4:], "--out", tmp_path / "h"]
     questions = ["--max-new-tokens", 12, "--max-steps", 1, "--gsm8k", folder / "questions.jsonl"]
     for options, said in (
@@ -414,7 +414,7 @@ def test_places_that_cannot_be_written_are_named_before_any_work(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "theirs")  # root may write everywhere
     with pytest.raises(ValueError, match=r"c' cannot be written: no permission to write to '.*theirs'"):
         prepare(tmp_path / "theirs" / "c", generation, target="nowhere")
-    for out in ("new", "ours"):  # the checkpoint is written beside the folder
+    for out in ("new", "ours"):  # the checkpoint is written next to the folder
         with pytest.raises(ValueError, match=r"cannot be written: no permission to write to '.*theirs'"):
             fit(folder, "eagle", tmp_path / "theirs" / out, "--max-steps", 1)
 

@@ -1,4 +1,4 @@
-"""Corpora: what is kept, what is trained, what the target writes, and the hot vocabulary."""
+"""Corpora: which sequences are kept, which rows are trained, what the target generates, and the hot vocabulary."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StubOutput:
 
 
 class StubEngine:
-    """Says a scripted text a request; records what it was asked."""
+    """Returns one scripted text per request; records its calls."""
 
     def __init__(self, texts: Sequence[str]):
         self.texts = list(texts)
@@ -122,19 +122,19 @@ def test_show_brackets_what_was_generated() -> None:
 
 
 def test_trained_rows_include_the_boundary_row_and_eos() -> None:
-    # prompt 10 11 12 13, answer 20 21 2(EOS); a shorter neighbour pads
+    # prompt 10 11 12 13, answer 20 21 2(EOS); a shorter neighbour is padded
     corpus = Corpus.of([([10, 11, 12, 13], [20, 21, 2]), ([10, 11, 12], [30, 2])])
     batches = Batches(corpus, num_steps=2, tokens_per_batch=64, max_len=99, device=CPU)
     batch = batches.build(batches.plan(None)[0])
     first = batch.tokens[0, 0:7].tolist()
     long, short = (0, 1) if first[3] == 13 else (1, 0)
     rows = {(int(r) // batch.length, int(r) % batch.length) for r in batch.rows}
-    # Target row t says what follows token t: 3 (the boundary row: last prompt token) says 20, 5 says EOS; 6 is EOS.
+    # Target row t predicts the token after t: 3 (the boundary row: last prompt token) predicts 20, 5 EOS; 6 is EOS.
     assert rows == {(long, 3), (long, 4), (long, 5), (short, 2), (short, 3)}
     # A chain starts at column i when its root (token i+1) and the next one were generated: roots 20, 21 and 30.
     starts = {(int(s) // batch.length, int(s) % batch.length) for s in batch.starts}
     assert starts == {(long, 3), (long, 4), (short, 2)}
-    # every other row that a real token follows
+    # all other rows that are followed by a real token
     given = {(int(r) // batch.length, int(r) % batch.length) for r in batch.prompt_rows}
     assert given == {(long, 0), (long, 1), (long, 2), (short, 0), (short, 1)}
     assert batch.num_tokens == 12
@@ -162,7 +162,7 @@ def test_long_sequences_are_cut() -> None:
 
 
 def test_sequences_without_a_row_to_train_are_left_out() -> None:
-    """A prompt longer than max_len made its whole batch as wide, and gave no row."""
+    """A prompt longer than max_len used to widen its whole batch, and gave no row."""
     corpus = Corpus.of([([1] * 6, [3] * 5), ([1] * 30, [3] * 5), ([1], [3])])
     for takes_prompts, planned in ((False, [0]), (True, [0, 1, 2])):
         batches = Batches(corpus, 2, 256, 20, CPU, takes_prompts=takes_prompts)
@@ -246,7 +246,7 @@ def test_bad_lines_of_a_log_are_named(tmp_path: Path, line: str, said: str) -> N
 
 def test_the_target_writes_user_turns() -> None:
     tokenizer = WordTokenizer()
-    # kept; too short; cut off; said before; kept; not asked any more
+    # kept; too short; cut off; repeated; kept; not requested any more
     engine = StubEngine(["hello\0", "a\0", "endless", "hello\0", "other\0", "third\0"])
     prompts = self_chat_prompts(engine, tokenizer, 2, seed=3, max_new_tokens=9, chunk=3)
     assert prompts == [encode(tokenizer, f"sys|u:{turn}\0|a:") for turn in ("hello", "other")]
@@ -281,8 +281,8 @@ def test_a_spent_budget_stops_cleanly() -> None:
 def test_a_budget_plans_by_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     budget, now = Budget(minutes=10, began=0.0), [0.0]
     monkeypatch.setattr("specdec.tools.train.regenerate.time.monotonic", lambda: now[0])
-    assert Budget().affordable(80) == 80 and budget.affordable(80) == 20  # a quarter, to learn the pace
-    budget.num_requests, now[0] = 20, 60.0  # 3 s a request
+    assert Budget().affordable(80) == 80 and budget.affordable(80) == 20  # a quarter, to measure the pace
+    budget.num_requests, now[0] = 20, 60.0  # 3 s per request
     assert budget.affordable(80) == 80
     now[0], budget.num_requests = 540.0, 180
     assert budget.affordable(80) == 20 and budget.affordable(400) == 0

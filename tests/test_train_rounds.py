@@ -1,4 +1,4 @@
-"""What the trainer predicts is what the engine measures: the same rounds, on the same text."""
+"""The trainer predicts what the engine measures: the same rounds, on the same text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 3
 
 
 def small_block(model):
-    """A fresh block head: three features of five layers, blocks of 4."""
+    """A fresh block head: three features from five layers, blocks of 4."""
     config = replace(block_config(model, 64, AUX), block_size=4, markov_rank=8)
     return new_block(model, config, torch.arange(0, 96, 3)[:32].repeat_interleave(2) + torch.tensor([0, 1] * 32), 0)
 
@@ -38,11 +38,11 @@ HEADS = {
 
 
 def test_rounds_begin_where_the_last_one_ended():
-    """One sequence of 3 + 7 tokens; the draft is right but for the tokens at rows 5 and 8."""
+    """One sequence of 3 + 7 tokens; the draft predicts all but tokens 5 and 8."""
     batches = Batches(Corpus.of([([3, 4, 5], list(range(10, 17)))]), 2, 64, 99, CPU)
     batch = batches.build(batches.plan(None)[0])
     best = torch.arange(batch.rows.numel())
-    wrong = torch.isin(batch.rows, torch.tensor([4, 7]))  # they say what tokens 5 and 8 are
+    wrong = torch.isin(batch.rows, torch.tensor([4, 7]))  # they predict tokens 5 and 8
     drafted = torch.where(wrong, best + 1, best)
     stats = play_rounds([(batch, Outcome(best, Goal(best, best, best), [], [drafted, drafted]))])
     # roots are tokens 3, 5, 8: one draft right and the bonus; token 6 and 7 right and the bonus; the end

@@ -1,4 +1,4 @@
-"""Distilled LMs: the loss, the start, resumption, and what comes back from a GGUF file."""
+"""Distilled LMs: the loss, the initial weights, resumption, and what a GGUF file gives back."""
 
 from __future__ import annotations
 

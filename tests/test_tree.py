@@ -1,4 +1,4 @@
-"""Trees against a naive reference, over ties, NaN, every topk and all 64 bits."""
+"""Trees against a naive reference, with ties, NaN, every topk and all 64 bits."""
 
 import math
 from typing import NamedTuple
@@ -17,7 +17,7 @@ VOCAB_SIZE = 12
 
 
 class Candidates(NamedTuple):
-    """What a draft hands to `build`, in creation order."""
+    """A draft's input to `build`, in creation order."""
 
     tokens: Tensor  # [bs, N], int64
     log_probs: Tensor  # [bs, N], float32
@@ -63,7 +63,7 @@ LAWS = ("random", "coarse", "certain", "nan", "all nan")
 def log_law(kind: str, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     law = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator).mul(2).log_softmax(-1)
-    if kind == "coarse":  # many equal scores, on one path as well as across
+    if kind == "coarse":  # many equal scores, along a path as well as between paths
         return law.round()
     if kind == "certain":  # children that tie with their parents
         return torch.where(torch.rand(law.shape, generator=generator) < 0.5, 0.0, law)

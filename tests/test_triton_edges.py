@@ -1,6 +1,6 @@
-"""The round's Triton kernels at their edges, against the torch functions that specify them.
+"""Edge cases of the round's Triton kernels, against the torch functions that specify them.
 
-`tests.test_triton_round` has the sizes a round usually has; here are the largest and smallest ones, trees of any form,
+`tests.test_triton_round` has the usual sizes of a round; here are the largest and smallest ones, trees of any form,
 laws with all their mass in one place, borders of blocks, and rows beside a row of NaN.
 """
 
@@ -103,7 +103,7 @@ def test_a_request_of_nan_leaves_the_trees_beside_it_alone():
         assert torch.equal(a[[0, 2]], b[[0, 2]])
 
 
-# --- walks
+# --- verification
 
 
 @FEW
@@ -226,11 +226,11 @@ def test_nan_beside_the_path_is_not_looked_at():
         assert got.tokens.tolist() == [[2, 5]] and not got.invalid.any()
 
 
-# --- walks down trees with a drawn path
+# --- verification of trees with a drawn path
 
 
 def random_spine(rng: random.Random, bs: int, num_steps: int) -> Tree:
-    """Trees whose first nodes of each depth are a path, as those of sampled requests; up to 3 more nodes a depth."""
+    """Return trees in which the first nodes of each depth form a drawn path; up to 3 more nodes per depth."""
     more, rows = [rng.randrange(4) for _ in range(num_steps)], []
     for _ in range(bs):
         row = [(rng.randrange(VOCAB_SIZE), 0, 0)]
@@ -246,7 +246,7 @@ def random_spine(rng: random.Random, bs: int, num_steps: int) -> Tree:
 
 
 def same_spine(probs, laws, draft, num_steps, uniforms):
-    """What the kernels emit, which is what the twin does."""
+    """Return the kernels' output, after a comparison with the twin's."""
     got = OPS.verify_spine(probs, laws, draft, num_steps, uniforms)
     same(got, verify.verify_spine(probs, laws, draft, num_steps, uniforms))
     return got
@@ -255,14 +255,14 @@ def same_spine(probs, laws, draft, num_steps, uniforms):
 @settings(max_examples=40 if DEVICE == "cuda" else 8, deadline=None, derandomize=True)
 @given(SEEDS, st.integers(1, 8), st.integers(1, 6), st.integers(0, 2), st.sampled_from([0.1, 1.0, 9.0]))
 def test_walks_down_spines_equal_the_twin(seed, bs, num_steps, more_laws, apart):
-    """Laws of any mass, more of them than steps, near and far from the target's, forbidden tokens, broken ones."""
+    """Laws of any mass, more of them than steps, near and far from the target's; forbidden tokens, broken laws."""
     rng, g = random.Random(seed), generator(seed)
     draft = random_spine(rng, bs, num_steps)
     logits = agreeable_logits(rng, draft)
     near = logits[:, torch.arange(num_steps + more_laws).clamp(max=logits.shape[1] - 1)]
     laws = (2 * near + apart * torch.randn(near.shape, generator=g)).softmax(-1) * 3
     logits[torch.rand(logits.shape, generator=g) < 0.2] = -math.inf
-    probs = (2 * logits).softmax(-1).nan_to_num(0.0)  # without mass where all tokens are forbidden
+    probs = (2 * logits).softmax(-1).nan_to_num(0.0)  # no mass where all tokens are forbidden
     if seed % 4 == 0:
         laws[0, 0] = (math.nan, math.inf, 0.0)[seed % 3]
         laws[-1, -1, 3] = math.nan
@@ -272,7 +272,7 @@ def test_walks_down_spines_equal_the_twin(seed, bs, num_steps, more_laws, apart)
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 3, 4])
 def test_a_spine_is_accepted_up_to_the_first_refusal(num_accepted):
-    """Siblings carry what is left of the law; past the spine, point masses of the whole law."""
+    """Siblings have the law's residual mass; past the spine, there are point masses of the whole law."""
     nodes = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 1, 1, 3, 3, 5, 5], [0, 1, 1, 2, 2, 3, 3, 4, 4]]
     tokens, parents, depths = (torch.tensor([row] * 2, device=DEVICE) for row in nodes)
     draft = Tree(tokens, parents, depths, torch.zeros_like(tokens))
@@ -303,7 +303,7 @@ def test_a_spine_whose_law_is_the_targets_draws_from_the_law_if_rounding_rejects
 
 @pytest.mark.parametrize("covers", [False, True])
 def test_siblings_that_are_all_that_is_left_may_be_refused_by_rounding_only(covers):
-    """The law left is of tokens 2 and 3; uniforms of 1 refuse everything, and the bonus is drawn from what is left."""
+    """The residual is of tokens 2 and 3; uniforms of 1 reject everything, and the bonus is drawn from the residual."""
     tokens = torch.tensor([[0, 1, 2, 3 if covers else 4]], device=DEVICE)
     zeros, depths = torch.zeros_like(tokens), torch.tensor([[0, 1, 1, 1]], device=DEVICE)
     probs, laws = torch.zeros(1, 4, 10, device=DEVICE), torch.zeros(1, 1, 10, device=DEVICE)
@@ -335,7 +335,7 @@ def test_a_broken_law_beside_a_spine_ends_its_request_alone(node, bad):
 @pytest.mark.parametrize("num_children", [1, 2, 63])
 @pytest.mark.parametrize("u", [0.0, 0.4, BELOW_ONE])
 def test_a_tree_whose_children_are_all_of_the_law_draws_from_the_law(num_children, u):
-    """Uniforms of 1 reject everything, as only rounding can; the residual then has no mass left."""
+    """Uniforms of 1 reject everything, as only rounding can; the residual then has no mass."""
     tokens = torch.arange(num_children + 1, device=DEVICE).repeat(2, 1)
     draft = Tree(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), torch.zeros_like(tokens))
     probs = torch.zeros(2, num_children + 1, 5000, device=DEVICE)
@@ -360,7 +360,7 @@ def test_a_chain_whose_draft_is_the_target_draws_from_the_law_if_rounding_reject
 
 
 def scanned_in_parallel(values: torch.Tensor) -> torch.Tensor:
-    """Cumulative sums along the last dim in the order of a GPU's scan, which differs from one entry to the next."""
+    """Return cumulative sums along the last dim in a GPU scan's order of sums, which differs between entries."""
     step = 1
     while step < values.shape[-1]:
         values = values + torch.nn.functional.pad(values, (step, 0))[..., : values.shape[-1]]
@@ -369,8 +369,8 @@ def scanned_in_parallel(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_sum_that_rounds_past_the_laws_mass_accepts_no_impossible_token(monkeypatch):
-    """The first three children carry the law; in a parallel scan their sum is above its mass where the fourth's turn
-    comes, and u * residual, below 0, would be less than its probability, 0."""
+    """The first three children carry the law; in a parallel scan their sum exceeds its mass at the fourth's turn, and
+    u * residual, below 0, would be less than its probability, 0."""
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda values, *_, **__: scanned_in_parallel(values))
     if DEVICE == "cpu":
         scan = interpreter.ScanOps
@@ -429,7 +429,7 @@ def test_random_numbers_wrap_as_the_twin_does():
 
 @pytest.mark.parametrize("u", [0.0, 0.2, 0.5, 0.9, BELOW_ONE])
 def test_rejected_tokens_of_any_block_are_not_drawn(u):
-    """Three blocks of a vocabulary; the second one's mass lies on a rejected token, in half of the rows the third's."""
+    """Three blocks of a vocabulary; the mass of the second, in half of the rows the third's, is on a rejected token."""
     probs, rejected = torch.rand(4, 1, 20000, generator=generator(3)), torch.tensor([7, 9000, 19999])
     probs[:, :, 8192:16384] = 0
     probs[1::2, :, 16384:] = 0
@@ -481,10 +481,10 @@ def test_a_path_of_64_moves_in_layers_of_different_sizes_and_stops_at_the_table(
     width, g = 100, generator(2)
     table = 1 + torch.randperm(4 * width, generator=g, dtype=torch.int32).view(4, width).to(DEVICE)
     rows = torch.tensor([2, 3, 0], device=DEVICE)
-    lens = torch.tensor([0, 36, 99], device=DEVICE)  # the last one's path runs past its row
+    lens = torch.tensor([0, 36, 99], device=DEVICE)  # the last path runs past its row
     path = torch.full((3, 64), -1, device=DEVICE)
     path[0] = torch.arange(64, device=DEVICE)
-    path[1, :33] = torch.tensor([0, *range(32, 64)], device=DEVICE)  # sources that are targets, too
+    path[1, :33] = torch.tensor([0, *range(32, 64)], device=DEVICE)  # sources that are also targets
     path[2, :2] = torch.tensor([0, 3], device=DEVICE)
     shapes = [LayerShape(5, 128, 24), LayerShape(1, 8, 8)]
     pools = [KVPool(shapes, 4 * width + 1, torch.float32, torch.device(DEVICE)) for _ in range(2)]

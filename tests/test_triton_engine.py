@@ -1,6 +1,6 @@
-"""The engine on the Triton backend: the text of `generate`, token for token, with every kernel of a round in play.
+"""The engine on the Triton backend: the text of `generate`, token for token, with every kernel of a round in use.
 
-In the interpreter on a machine without a GPU, so prompts and answers are short; tests/test_gpu.py has the long ones.
+In the interpreter on a machine without a GPU, so prompts and answers are short; tests/test_gpu.py has long ones.
 """
 
 import pytest
@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 PROMPTS = [[5, 9, 17, 3, 44, 8, 8, 101, 12, 13], [7, 30, 2, 90], [64, 3, 3, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
 NUM_TOKENS = 5 if DEVICE.type == "cuda" else 3
-# The interpreter is slow, and test_backends has their shapes.
+# The interpreter is slow, and test_backends.py has their shapes.
 SLOW = () if torch.cuda.is_available() else ("qwen3", "gemma2", "gpt_oss", "deepseek_v3")
 CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}

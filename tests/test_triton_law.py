@@ -1,4 +1,4 @@
-"""Laws of rows that are split over programs: ties across splits, rows without a law, and laws that know no splits."""
+"""Laws of rows that are split over programs: ties across splits, rows without a law, and laws that ignore splits."""
 
 import math
 
@@ -34,7 +34,7 @@ LAWS = [
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Three splits a row of 150 tokens."""
+    """Three splits per row of 150 tokens."""
     monkeypatch.setattr(law_module, "_BLOCK", 64)
 
 
@@ -62,7 +62,7 @@ def test_split_rows_equal_the_twin(small_blocks, kind, dtype):
 
 
 def test_top_p_drops_tied_tokens_in_the_order_of_the_vocabulary(small_blocks):
-    """150 tokens of one logit: top-p keeps the last ones, wherever the splits are."""
+    """150 tokens with one logit: top-p keeps the last ones, wherever the splits are."""
     params = [SamplingParams(1.0, 0, top_p) for top_p in (0.503, 0.903, 0.0)]
     got = OPS.law(torch.ones(3, 1, 150, dtype=torch.bfloat16, device=DEVICE), SamplingBatch.stack(params, DEVICE))
     first_kept = torch.tensor([150 - 76, 150 - 136, 149], device=DEVICE)[:, None]

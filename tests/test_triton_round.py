@@ -1,4 +1,4 @@
-"""The round's Triton kernels against the torch functions that specify them; interpreted where there is no GPU."""
+"""The round's Triton kernels against the torch functions that specify them; interpreted without a GPU."""
 
 import math
 
@@ -35,7 +35,7 @@ def same(got, want):
 
 
 def grown_tree(seed, bs, k, num_steps, num_draft_tokens, ties=False):
-    """Candidates of a growth with random scores, as a worker makes them."""
+    """Return a tree's candidates with random scores, as a worker makes them."""
     g = generator(seed)
     tokens = torch.stack([torch.randperm(50, generator=g)[:k] for _ in range(bs)])
     scores = -torch.rand(bs, k, generator=g)
@@ -103,7 +103,7 @@ def test_growth_equals_the_twin(seed, bs, k, ties, keeps_first):
 
 
 def same_growth(log_probs, scores, topk, g, words=1, keeps_first=False):
-    """The next frontier, candidates and their parents equal the twin's, for random tokens, names and bits."""
+    """Check the next frontier, candidates and their parents against the twin's, for random tokens, names and bits."""
     bs, k, num_children = log_probs.shape
 
     def integers(*shape):
@@ -120,7 +120,7 @@ def same_growth(log_probs, scores, topk, g, words=1, keeps_first=False):
 @pytest.mark.parametrize("k", [1, 2, 5, 16])
 @pytest.mark.parametrize("has_own", [False, True])
 def test_a_drawn_token_in_front_of_candidates_equals_the_twin(k, has_own):
-    """It is one of them, or none; rows are views, and what is beside them stays."""
+    """It is one of them, or not; rows are views, and memory beside them is unchanged."""
     g = generator(k)
     tokens = torch.stack([torch.randperm(40, generator=g)[: 2 * k] for _ in range(7)]).view(7, 2, k).to(DEVICE)
     log_probs = torch.randn(7, 2, k, generator=g).to(DEVICE)
@@ -140,7 +140,7 @@ def test_a_drawn_token_in_front_of_candidates_equals_the_twin(k, has_own):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_last_rows_are_kept_where_the_twin_keeps_them(dtype):
-    """Of a request that was over, the first one; states may be wider than what keeps them."""
+    """For a finished request, the first row; states may have a wider dtype than the buffer."""
     states, rows = torch.randn(3, 4, 1500, generator=generator(1)).to(DEVICE), torch.tensor([4, 0, 2], device=DEVICE)
     kept = [torch.zeros(6, 1500, dtype=dtype, device=DEVICE) for _ in range(2)]
     for ops, into in zip((OPS, TORCH_OPS), kept, strict=True):
@@ -160,7 +160,7 @@ def random_case(seed, bs, k, num_steps, width):
 
 
 def likely_logits(draft: Tree, g, vocab):
-    """Logits whose argmax is often a child's token, so that paths get deep."""
+    """Return logits whose argmax is often a child's token, so that accepted paths get long."""
     logits = torch.randn(*draft.tokens.shape, vocab, generator=g).to(DEVICE)
     for row in range(draft.tokens.shape[0]):
         for node in range(1, draft.tokens.shape[1]):
@@ -199,7 +199,7 @@ def test_sampled_walks_down_chains_equal_the_twin(seed, bs, num_steps, apart):
     probs = logits.softmax(-1).to(DEVICE)
     laws = (logits[:, :-1] + apart * torch.randn(bs, num_steps, 60, generator=g)).softmax(-1).to(DEVICE)
     if seed % 3 == 0:
-        laws[0, 0] = math.nan  # a broken draft costs speed only
+        laws[0, 0] = math.nan  # a broken draft costs only speed
     drafts = sampling.sample(laws.nan_to_num(1.0), torch.rand(bs, num_steps, generator=g).to(DEVICE))
     draft = tree.chain(torch.zeros(bs, dtype=torch.int64, device=DEVICE), drafts)
     uniforms = torch.rand(bs, num_steps + 1, dtype=torch.float64, generator=g).to(DEVICE)
@@ -278,7 +278,7 @@ def test_draws_equal_the_twin(vocab):
     probs[2] = 0
     probs[3] = 0
     probs[3, vocab // 2] = 1
-    u = torch.tensor([0.0, 1.0, 0.5, 0.999, 0.3, 0.7], dtype=torch.float64).repeat_interleave(2)[::2]  # as of a column
+    u = torch.tensor([0.0, 1.0, 0.5, 0.999, 0.3, 0.7], dtype=torch.float64).repeat_interleave(2)[::2]  # as a column is
     for names in (None, torch.randperm(3 * vocab, generator=g)[:vocab]):
         got = OPS.sample(probs.to(DEVICE), u.to(DEVICE), names if names is None else names.to(DEVICE))
         assert torch.equal(got, sampling.sample(probs, u, names).to(DEVICE))
@@ -344,7 +344,7 @@ def test_imposed_acceptance_and_where_rounds_start_equal_the_twins(seed, bs, num
 @FEW
 @given(SEEDS, st.integers(1, 6), st.integers(1, 7), st.integers(1, 16), st.booleans())
 def test_rounds_end_as_the_twins_end_them(seed, bs, width, num_stops, moves):
-    """Stops (of few tokens, so that they are met), limits, rows in any order; state is changed in place."""
+    """Stops (of few tokens, so that they occur), limits, rows in any order; state is changed in place."""
     g = generator(seed)
     verified, num_rows = random_output(g, bs, width), bs + 3
     rows = torch.randperm(num_rows, generator=g)[:bs].to(DEVICE)
@@ -358,7 +358,7 @@ def test_rounds_end_as_the_twins_end_them(seed, bs, width, num_stops, moves):
         trimmed = ops.trim(verified, rows, stops, state[0])
         history = torch.full((num_rows + 1, 100), -1, dtype=torch.int32, device=DEVICE)
         results = ops.emit(trimmed, rows, state[1], state[2], state[0], history, moves)
-        outcomes.append((trimmed, results, [*state, history[:-1]]))  # nobody reads the last row
+        outcomes.append((trimmed, results, [*state, history[:-1]]))  # the last row is never read
         host = torch.empty_like(results, device="cpu", pin_memory=results.is_cuda)
         ops.mail(results, host)
         assert torch.equal(results.cpu(), host)
@@ -395,7 +395,7 @@ def test_top_tokens_equal_the_twin(vocab, topk, dtype):
         values, tokens = OPS.top_tokens(logits, topk, named)
         wanted, _ = TORCH_OPS.top_tokens(logits, topk, named)
         torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-5)
-        # bf16 rounds logits to ties: what is named must have the value, and no token comes twice.
+        # bf16 rounds logits to ties: named tokens must have the value, and no token comes twice.
         table = logits.float().log_softmax(-1)
         places = tokens if named is None else (named == tokens.unsqueeze(-1)).int().argmax(-1)
         torch.testing.assert_close(table.gather(1, places), wanted, rtol=1e-5, atol=1e-5)
@@ -424,7 +424,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_distinct_tokens(bad):
 @FEW
 @given(SEEDS, st.integers(1, 5), st.sampled_from([1, 3, 16]), st.integers(0, 40))
 def test_admission(seed, num, page_size, num_pages):
-    """Rows that are not named stay as they are; a page may reach past the table's end."""
+    """Rows that are not named are unchanged; a page may reach past the table's end."""
     num_rows, width, g = 7, 70, generator(seed)
     num_pages = min(num_pages, -(-width // page_size))
     rows = torch.randperm(num_rows, generator=g)[:num, None]
@@ -461,7 +461,7 @@ LAWS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_laws_equal_the_twin(dtype):
-    """Ties at every edge, forbidden tokens, more of a vocabulary than a block."""
+    """Ties at every edge, forbidden tokens, a vocabulary larger than a block."""
     batch = SamplingBatch.stack(LAWS, DEVICE)
     logits = torch.randn(len(LAWS), 3, 70, generator=generator(0)) * 4
     logits[:, 1], logits[:, 2, ::2] = logits[:, 1].round(), -math.inf

@@ -1,7 +1,7 @@
-"""Which variants of its kernels Triton makes: attaching makes all of them, live traffic none.
+"""Which variants of its kernels Triton compiles: attach needs all of them, later requests no new one.
 
 Triton compiles a variant for every type, constant, integer that is 1 or divisible by 16, and pointer that is aligned to
-16 bytes. Here launches run in its interpreter and the key that the compiler would have looked for is noted beside them;
+16 bytes. Here launches run in its interpreter, and the key that the compiler would look up is recorded;
 tests/test_gpu.py counts real compilations.
 """
 
@@ -22,14 +22,14 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles; tests/test_gpu.py counts")
-# An odd number of rows of odd width, so that rows of the slot table and slices of packed lists lie at any address.
+# An odd number of rows of odd width, so that slot table rows and slices of packed lists have any alignment.
 ATTACHED = {"backend": "triton", "max_batch": 5, "max_seq_len": 52, "cuda_graph": True, "prefill_graph": "breakable"}
 TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}
 
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The variants that launches within the test ask for."""
+    """The variants that launches within the test need."""
     found: set[str] = set()
     run = InterpretedFunction.run
 
@@ -43,7 +43,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 def variant(kernel, arguments):
-    """What Triton's JITFunction makes of the arguments of one launch."""
+    """Return the arguments of a launch as Triton's JITFunction specialises them."""
     parameters = inspect.signature(kernel.fn).parameters
     general = kernel.kwargs["do_not_specialize"] or ()
     unaligned = kernel.kwargs["do_not_specialize_on_alignment"] or ()
@@ -60,7 +60,7 @@ def test_products_with_experts_have_a_variant_a_tile(keys):
     from specdec.backends.triton.experts.products import grouped_linear
 
     weight = torch.randn(8, 16, 16)
-    for num_tokens in (1, 3, 8, 9, 64, 65, 70):  # up to 64 rows, and ordered first
+    for num_tokens in (1, 3, 8, 9, 64, 65, 70):  # up to 64 rows, and sorted first
         ids = torch.rand(num_tokens, 8).topk(8).indices
         grouped_linear(torch.randn(num_tokens, 16), ids, weight, None, False)
     names = [key.partition("(")[0] for key in keys]

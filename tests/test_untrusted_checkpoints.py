@@ -1,4 +1,4 @@
-"""Files nobody vouches for: names that lead out of their folder, tensors that are none, weights that say nothing."""
+"""Untrusted files: names that lead out of their folder, invalid tensors, weights of NaN."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EAGLE = lm.eagle_config(bias=False)
 
 
 def indexed(folder: Path, name: Any) -> Path:
-    """An EAGLE head whose index says that every tensor lies in `name`."""
+    """Write an EAGLE head whose index says that every tensor is in `name`; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(EAGLE))
     weight_map = dict.fromkeys(lm.eagle_tensors(fc_bias=False), name)
@@ -41,7 +41,7 @@ def indexed(folder: Path, name: Any) -> Path:
 
 @pytest.mark.parametrize("how", ["absolute", "..", "deep ..", "through a link"])
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, how: str) -> None:
-    """Every name leads to weights that fit."""
+    """Every name leads to weights that would fit."""
     own = tmp_path / "own.safetensors"
     save_file(lm.eagle_tensors(fc_bias=False), str(own))
     name = {
@@ -68,7 +68,7 @@ def test_what_an_index_cannot_say(tmp_path: Path, name: Any) -> None:
 
 
 def test_links_of_a_hub_snapshot_are_followed(tmp_path: Path) -> None:
-    """Its files are links to ../../blobs."""
+    """Their files are links to ../../blobs."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     lm.write_shards(tmp_path / "written", EAGLE, lm.eagle_tensors(fc_bias=False))
@@ -212,7 +212,7 @@ def test_what_no_check_foresaw_is_told_with_its_file(tmp_path: Path, monkeypatch
     assert isinstance(e.value.__cause__, KeyError)
 
 
-# ---- what contradicts the tensors
+# ---- configs that contradict the tensors
 
 
 def nextn(folder: Path, **changes: Any) -> Path:
@@ -239,7 +239,7 @@ def test_what_config_and_tensors_disagree_in_is_said_once(tmp_path: Path) -> Non
         load(nextn(tmp_path / "d"), "qwen2")
 
 
-# ---- what a file holds is kept
+# ---- values in a file stay as they are
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -262,7 +262,7 @@ def test_an_output_head_of_zeros_is_warned_about(tmp_path: Path) -> None:
 
 
 def test_a_whole_draft_of_nan(tmp_path: Path) -> None:
-    """One weight that few texts use is warned about; where nothing can be computed, the draft is refused."""
+    """One weight that few texts use gives a warning; a draft that cannot compute anything is refused."""
     model, draft = tiny_model("llama"), tiny_model("qwen3", 3)
     draft.get_input_embeddings().weight.data[77] = float("nan")
     with pytest.warns(UserWarning, match=r"model.embed_tokens.weight holds NaN or infinity"):
@@ -289,7 +289,7 @@ def draft_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(files: Path, folder: Path, **changes: Any) -> Path:
-    """A copy of `files` with another config."""
+    """Return a copy of `files` with another config."""
     config = json.loads((files / "config.json").read_text())
     tensors = load_file(str(files / "model.safetensors"))
     folder = lm.write(folder, {**config, **changes}, {})

@@ -1,4 +1,4 @@
-"""The walk against a naive recursion; the law of what is emitted against the target's own, with controls that fail."""
+"""Verification against a naive recursion; the law of emitted tokens against the target's, with controls that fail."""
 
 import math
 import random
@@ -29,7 +29,7 @@ def assert_same(got: VerifyOutput, expected: VerifyOutput) -> None:
 
 
 def random_tree(rng: random.Random, bs: int, num_nodes: int) -> Tree:
-    """Siblings are distinct, as `Tree` promises; verification reads no ancestor bits."""
+    """Return random trees. Siblings are distinct, as `Tree` promises; verification reads no ancestor bits."""
     rows = []
     for _ in range(bs):
         row = [(rng.randrange(VOCAB_SIZE), 0, 0)]
@@ -43,7 +43,7 @@ def random_tree(rng: random.Random, bs: int, num_nodes: int) -> Tree:
 
 
 def agreeable_logits(rng: random.Random, tree: Tree) -> Tensor:
-    """Random logits whose argmax is often the token of a child, so that walks go deep. [bs, D, V]."""
+    """Random logits whose argmax is often a child's token, so that accepted paths get long. [bs, D, V]."""
     bs, num_nodes = tree.tokens.shape
     logits = torch.rand(bs, num_nodes, VOCAB_SIZE, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
     for row in range(bs):
@@ -54,7 +54,7 @@ def agreeable_logits(rng: random.Random, tree: Tree) -> Tensor:
 
 
 def naive_walk(tree: Tree, logits: Tensor, row: int, node: int = 0) -> tuple[list[int], int]:
-    """(nodes from `node` down, bonus token) by recursion."""
+    """Return (nodes from `node` down, bonus token) by recursion."""
     target = int(logits[row, node].argmax())
     for child in range(1, tree.tokens.shape[1]):
         if tree.parents[row, child] == node and tree.tokens[row, child] == target:
@@ -111,13 +111,13 @@ def test_chain_of_one_hots_is_the_greedy_walk(bs: int, num_steps: int, seed: int
         assert_same(verify_chain(one_hot_law(logits), draft_probs, tree, uniforms), expected)
 
 
-# --- the law of what is emitted
+# --- the law of emitted tokens
 #
-# The target is a Markov chain: its law after a node depends on the node's token alone, so that the joint law of the
+# The target is a Markov chain: its law after a node depends only on the node's token, so that the joint law of the
 # first tokens is known. Rounds are repeated until every request has emitted three.
 
 NUM_REQUESTS, NUM_TOKENS, FIRST_ROOT = 60_000, 3, 3
-DRAFT_STREAM = 64  # verification has the streams below
+DRAFT_STREAM = 64  # verification uses the streams below
 
 Round = Callable[[Tensor, Tensor], VerifyOutput]  # (root [bs], uniforms [bs, 2 * DRAFT_STREAM]) -> verified
 
@@ -132,14 +132,14 @@ TARGETS = {
 
 @cache
 def target_law(name: str) -> Tensor:
-    """[V, V], row: last token."""
+    """Return the target's law [V, V], row: last token."""
     logits = torch.randn(1, VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(11)) * 1.5
     return process_logits(logits, SamplingBatch.stack([TARGETS[name]], "cpu"))[0]
 
 
 @cache
 def draft_law() -> Tensor:
-    """Like the plain target, but off. [V, V]."""
+    """Return a law like the plain target's, with noise. [V, V]."""
     noise = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(12))
     return (target_law("plain").log() + noise).softmax(-1)
 
@@ -202,7 +202,7 @@ def spine_round(law: Tensor, num_steps: int, topk: int, num_draft_tokens: int) -
 
 
 def bonus_from_the_whole_law(right: Round, law: Tensor) -> Round:
-    """The classic mistake: after a rejection, draw from the target as if nothing had been rejected."""
+    """A classic mistake: after a rejection, draw from the target's law as if nothing had been rejected."""
 
     def run(root: Tensor, uniforms: Tensor) -> VerifyOutput:
         verified = right(root, uniforms)
@@ -215,12 +215,12 @@ def bonus_from_the_whole_law(right: Round, law: Tensor) -> Round:
 
 
 def one_uniform_for_all(right: Round, law: Tensor) -> Round:
-    """The other one: the tests and the bonus share their random number."""
+    """Another one: the acceptance tests and the bonus share their random number."""
     return lambda root, uniforms: right(root, torch.cat([uniforms[:, :1].expand(-1, 64), uniforms[:, 64:]], dim=1))
 
 
 def emit(run: Round) -> Tensor:
-    """The first tokens of every request. [NUM_REQUESTS, NUM_TOKENS], int64."""
+    """Return the first tokens of every request. [NUM_REQUESTS, NUM_TOKENS], int64."""
     seeds = torch.arange(NUM_REQUESTS)
     root = torch.full_like(seeds, FIRST_ROOT)
     emitted, num_emitted = torch.full((NUM_REQUESTS, 65), -1), torch.zeros_like(seeds)
@@ -236,7 +236,7 @@ def emit(run: Round) -> Tensor:
 
 
 def p_values(tokens: Tensor, law: Tensor) -> list[float]:
-    """Chi-square of the first token, the first two, … against the target; 0 if an impossible one was emitted."""
+    """Chi-square p-values of the first token, the first two, … against the target; 0 if an impossible one occurs."""
     values, joint, cell = [], torch.ones(1, dtype=torch.float64), torch.zeros(tokens.shape[0], dtype=torch.int64)
     last = torch.tensor([FIRST_ROOT])  # last token of each cell of `joint`
     exact = law.double() / law.double().sum(-1, keepdim=True)
@@ -301,7 +301,7 @@ def test_a_request_does_not_depend_on_its_batch(way: str) -> None:
 
 @pytest.mark.parametrize("law", [(0.1, 0.2, 0.7), (0.3, 0.3, 0.4), (1 / 3, 1 / 3, 1 / 3), (1e-8, 0.5, 0.5)])
 def test_rejecting_the_whole_support_still_emits_a_possible_token(law: tuple[float, ...]) -> None:
-    """Children cover the support; rounding may reject even the last, whose turn has probability 1."""
+    """Children cover the support; rounding may reject even the last, which has probability 1 by then."""
     probs = torch.tensor([0.0, *law, 0.0]).expand(1, 4, 5)
     tree = Tree(*(torch.tensor([row]) for row in ([4, 1, 2, 3], [0, 0, 0, 0], [0, 1, 1, 1], [1, 3, 5, 9])))
     for u in (0.0, 0.999, BELOW_ONE, 1.0):
@@ -349,8 +349,8 @@ def verify_all_ways(logits: Tensor, probs: Tensor, tree: Tree) -> dict[str, Veri
 def test_an_invalid_row_ends_alone(way: str, value: float) -> None:
     tree = chain(torch.tensor([1] * 4), torch.tensor([[2, 3, 4]] * 4))
     logits = torch.zeros(4, 4, VOCAB_SIZE)
-    logits.scatter_(2, torch.tensor([2, 3, 0, 5]).expand(4, 4)[..., None], 50.0)  # accepts 2, 3; then wants 0, not 4
-    logits[3, :, 6] = -math.inf  # a forbidden token is nothing wrong
+    logits.scatter_(2, torch.tensor([2, 3, 0, 5]).expand(4, 4)[..., None], 50.0)  # accepts 2, 3; then needs 0, not 4
+    logits[3, :, 6] = -math.inf  # a forbidden token is not an error
     clean = verify_all_ways(logits, logits.softmax(-1), tree)[way]
     assert clean.tokens.tolist() == [[2, 3, 0, -1]] * 4
     assert not clean.invalid.any()

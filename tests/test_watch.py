@@ -1,4 +1,4 @@
-"""A watch over modules sees what graphs and kept K/V would miss, and costs microseconds."""
+"""A watch over modules finds changes that graphs and cached K/V would miss, and takes microseconds."""
 
 import copy
 import sys
@@ -50,7 +50,7 @@ def remove(m):
 
 
 def give_bias(m):
-    m.lm_head.bias = nn.Parameter(torch.zeros(128))  # the forward reads it: it was None
+    m.lm_head.bias = nn.Parameter(torch.zeros(128))  # the forward reads it; it was None
 
 
 CHANGES = [replace, set_data, move, tie, swap_module, swap_weights, swap_buffer, remove, give_bias]
@@ -60,7 +60,7 @@ CHANGES = [replace, set_data, move, tie, swap_module, swap_weights, swap_buffer,
 def test_changes_are_seen_and_named(change):
     model = tiny_model("llama")
     watch = Watch({"": model})
-    model.lm_head.weight.data.mul_(2)  # leaves no trace
+    model.lm_head.weight.data.mul_(2)  # changes no version counter
     assert watch.changes() == []
     change(model)
     found = watch.changes()
@@ -151,7 +151,7 @@ def test_writes_are_seen_once_by_optimizers_too_until_the_watch_is_closed():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_steps_are_seen_beside_tensors_that_have_no_memory(fused):
-    """torchao's weights, beside what is trained: adapters, mostly."""
+    """torchao's weights, beside trained tensors: mostly adapters."""
     torchao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     torchao.quantize_(model[0], torchao.Int8WeightOnlyConfig())
@@ -185,7 +185,7 @@ def test_what_a_sequential_gets_counts_and_what_a_list_gets_does_not():
 
 
 def test_a_look_at_a_model_of_many_modules_runs_no_python_loop():
-    """It comes before every call of `generate`: 0.2 ms for the 423 modules of an 8B."""
+    """It runs before every call of `generate`: 0.2 ms for the 423 modules of an 8B."""
     model = tiny_model("llama")
     watch = Watch({"": model})
     calls = []
@@ -222,7 +222,7 @@ def test_an_engine_with_graphs_refuses_to_go_on(where):
 @pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize("converted", ["target", "head", "standalone"])
 def test_converted_parameters_are_named(converted, cuda_graph):
-    """The KV pool stays in the dtype of attach(); detach() leaves the model as it is then."""
+    """The KV pool keeps the dtype of attach(); detach() leaves the model as it is by then."""
     model = tiny_model("llama")
     draft = tiny_model("llama", seed=1) if converted == "standalone" else random_head(model)
     settings = {"graph_sampling": "greedy", "max_batch": 1, "num_steps": 1, "max_seq_len": 64}
@@ -253,7 +253,7 @@ def test_an_engine_without_graphs_takes_what_is_there():
 
 
 def _swap(path):
-    """Return what puts the module at `path` of another model in the place of a model's own."""
+    """Return a function that replaces the module at `path` by that of another model."""
 
     def swap(model, other):
         parent, _, name = path.rpartition(".")
@@ -278,7 +278,7 @@ def _shorten(model, other):
     ids=["attention", "layer", "fewer layers", "mamba2", "qwen3_next"],
 )
 def test_a_module_that_calls_our_ops_is_missed_without_graphs(name, change, told):
-    """The new one would attend in its own way, over no cache."""
+    """The new module would run its own attention, without a cache."""
     make = tiny_model if name == "llama" else recurrent_model
     model, other = make(name), make(name, seed=1)
     engine = specdec.attach(model, max_seq_len=64)

@@ -1,4 +1,4 @@
-"""Prefills as one graph: the state they leave equals that of prefills in parts, for every draft, model and batch."""
+"""Prefills as one graph: they leave the same state as prefills in parts, for every draft, model and batch."""
 
 from itertools import pairwise
 
@@ -25,13 +25,13 @@ DRAFTS = (None, "eagle", "eagle3", "nextn", MODULES, "standalone", "lookup")
 
 
 def engine_of(model, draft=None, prefill_graph="whole", **settings):
-    """An engine whose draft is of the algorithm `draft`."""
+    """Attach with a draft of the algorithm `draft`."""
     algo = draft if draft in (None, "lookup") else "auto"
     given = None if algo != "auto" else random_draft(model, draft).to(DEVICE)
     defaults = {"max_batch": 10, "max_seq_len": 128, "prefill_buckets": BUCKETS, "compiler": "eager"}
     engine = specdec.attach(model, given, algo=algo, prefill_graph=prefill_graph, **{**defaults, **settings})
     if engine._core.prefill.whole is not None:
-        engine._core.prefill.whole.runner.device_bound_from = None  # a measurement: not beside other tests
+        engine._core.prefill.whole.runner.device_bound_from = None  # it is measured: do not measure beside other tests
     return engine
 
 
@@ -41,7 +41,7 @@ def prompts_of(*lens, seed=0):
 
 
 def test_an_8b_has_few_prefill_graphs():
-    """Of each runner; there were 54 of target and draft each, and 20 whole ones."""
+    """Per runner; there used to be 54 of target and draft each, and 20 whole ones."""
     config = EngineConfig(max_batch=1, max_seq_len=4096, graph_sampling=("greedy",))
     whole = whole_sizes(config, AN_8B)
     assert AN_8B == 1193 and whole == (*WHOLE_SIZES[:17], 2048) and whole[16] == 1280
@@ -61,7 +61,7 @@ def test_smaller_models_have_graphs_of_all_sizes_and_every_batch_one_that_fits()
 
 @torch.inference_mode()
 def state_after(engine, prompts, **options):
-    """All that prefills of `prompts` leave by row, and the K/V of their tokens; then they go on to their end."""
+    """Return all that prefills of `prompts` leave by row, the K/V of their tokens, and then their texts."""
     core = engine._core
     tickets = engine.submit(prompts, max_new_tokens=6, ignore_eos=True, **options)
     while core.scheduler.waiting or any(not r.is_prefilled for r in core.scheduler.running):
@@ -94,7 +94,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("draft", DRAFTS if DEVICE.type == "cuda" else (None, "eagle3", MODULES, "standalone"), ids=str)
 def test_a_whole_prefill_leaves_what_one_in_parts_leaves(draft):
-    """Ragged batches, buckets met and padded, prompts in chunks (prefixes), one request and as many as there can be."""
+    """Ragged batches, exact and padded buckets, prompts in chunks (prefixes), one request and the most possible."""
     batches = [(5, 1, 9), (16,), (33,), (70, 3), (3,) * MOST_REQUESTS]
     settings = {"num_steps": 3} if draft else {}
     engines = [engine_of(model_of(), draft, mode, max_prefill_tokens=64, **settings) for mode in ("whole", "breakable")]
@@ -109,7 +109,7 @@ def test_a_whole_prefill_leaves_what_one_in_parts_leaves(draft):
 @pytest.mark.parametrize("is_beside", [True, False])
 @pytest.mark.parametrize("count", [1, MOST_REQUESTS, MOST_REQUESTS + 2])
 def test_new_requests_come_in_the_copy_of_their_prefill(count, is_beside, monkeypatch):
-    """If there is room, whatever the size of the graph."""
+    """If there is room, for any size of the graph."""
     if not is_beside:
         monkeypatch.setattr("specdec.core.engine.launcher.ROOM", 10)
     model = model_of()
@@ -153,8 +153,8 @@ def test_a_graph_of_many_layers_is_divided(monkeypatch):
     assert_same(ours, theirs)
     assert text == expected and replays(engine) == 1
     graphs = engine._core.prefill.whole.runner.runner.captured
-    if DEVICE.type == "cuda":  # the recorded ones run their body once more
-        assert all(len(c.graph._parts) == 5 for c in graphs.values())  # the fourth one mails first tokens
+    if DEVICE.type == "cuda":  # recorded captures run their body again
+        assert all(len(c.graph._parts) == 5 for c in graphs.values())  # the fourth one sends first tokens to the host
     assert divided
 
 
@@ -236,7 +236,7 @@ def test_what_a_whole_graph_does_not_hold_is_prefilled_in_parts():
 
 
 def test_auto_takes_prompts_that_have_nothing_cached(monkeypatch):
-    """Their graphs need no split of keys; the later chunks of a long prompt go in parts. (On a CPU auto is "off".)"""
+    """Their graphs need no split K/V; later chunks of a long prompt run in parts. (On a CPU auto is "off".)"""
     monkeypatch.setattr("specdec.reach.assembly.models.auto_captures", lambda *_: True)
     engine = engine_of(model_of(), "eagle3", "auto", num_steps=3, max_prefill_tokens=16, prefill_buckets=(8, 16))
     whole = engine._core.prefill.whole
@@ -312,7 +312,7 @@ def test_a_prefill_waits_for_nothing_and_is_a_launch_a_part(draft):
     calls = [e.name for e in trace.events()]
     num_parts = {len(c.graph._parts) for c in core.prefill.whole.runner.runner.captured.values()}
     num_divided = len({len(core.context.layers) // part for part in whole.PARTS} - {0})
-    has_model = draft not in (None, "lookup")  # which takes the prompt after first tokens are mailed
+    has_model = draft not in (None, "lookup")  # it reads the prompt after first tokens are sent
     assert num_parts == {2 + num_divided + 2 * has_model}  # first tokens follow what all kinds of sampling share
     assert calls.count("cudaGraphLaunch") == 2 + num_divided + has_model
     assert not [c for c in calls if "LaunchKernel" in c]

@@ -1,8 +1,8 @@
-"""How much of each test function `make test` and `make test-all` play: as many cases as its budget of seconds allows.
+"""How much of each test function `make test` and `make test-all` run: as many cases as its budget of seconds allows.
 
-`seconds.json` has the mean seconds of a case, set-up included, of the functions that exceed the smaller one, measured
-with two processes on two cores. `python -m tests.tiers LOG...` writes it from what `pytest --durations=0` has printed.
-A function that it does not name is played whole. Cases whose parameters match `FIRST` come first, the others in the
+`seconds.json` has the mean seconds per case, set-up included, of functions that exceed the smaller budget, measured
+with two processes on two cores. `python -m tests.tiers LOG...` writes it from the output of `pytest --durations=0`.
+All cases of a function that is not in it run. Cases whose parameters match `FIRST` come first, the others in the
 order of a hash.
 """
 
@@ -17,10 +17,10 @@ from zlib import crc32
 import pytest
 
 SECONDS = Path(__file__).with_name("seconds.json")
-TEST_S, ALL_S = 1.0, 2.0  # of a function
-NAMED_S = 2.5  # `make test` plays one case that takes no longer, if FIRST names its function
-LONG_S = 10.0  # `make test-all` plays one case that takes no longer, or whose function FIRST names
-# Cases share what takes long: `make test-all` plays all of them, `make test` none.
+TEST_S, ALL_S = 1.0, 2.0  # per function
+NAMED_S = 2.5  # `make test` runs one case that takes no longer, if FIRST names its function
+LONG_S = 10.0  # `make test-all` runs one case that takes no longer, or whose function FIRST names
+# Cases share the slow part: `make test-all` runs all of them, `make test` none.
 RANKS = ("test_recurrent_ranks.py", "test_sharded.py", "test_tensor_parallel.py")
 
 FIRST = {
@@ -176,7 +176,7 @@ FIRST = {
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
-    """Give the marker `matrix` to what `make test` leaves out, and `exhaustive`, too, to what `make test-all` does."""
+    """Mark cases that `make test` leaves out `matrix`, and those that `make test-all` leaves out `exhaustive`, too."""
     measured = json.loads(SECONDS.read_text())
     functions: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -210,7 +210,7 @@ def _order(item: pytest.Item) -> tuple[bool, int]:
 
 
 def means(lines: Iterable[str]) -> dict[str, float]:
-    """Return the mean seconds of a case by function, of those that exceed the budget of `make test`."""
+    """Return the mean seconds per case of the functions that exceed the budget of `make test`."""
     spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for seconds, test in re.findall(r"^([0-9.]+)s (?:setup|call|teardown) +(\S+)", "".join(lines), re.MULTILINE):
         spent[_function(test)][test] += float(seconds)

@@ -1,4 +1,4 @@
-"""Tiny random targets of many architectures, small enough to run hundreds of forwards a second on CPU."""
+"""Tiny random targets of many architectures, so small that a CPU runs hundreds of forwards per second."""
 
 import os
 
@@ -8,9 +8,9 @@ import transformers as tf
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 128
 WINDOW = 8
-HEAD_DIM = int(os.environ.get("SPECDEC_TEST_HEAD_DIM", "16"))  # 64 where kernels want it, see tests/attention.py
+HEAD_DIM = int(os.environ.get("SPECDEC_TEST_HEAD_DIM", "16"))  # 64 where kernels need it: see tests/attention.py
 # With this seed no token of the tests' greedy texts is a near-tie (0.009 standard deviations apart, with the default
-# 0.00004), which attention in 16 bits would decide another way.
+# 0.00004), which attention in 16 bits would decide differently.
 SEEDS_64 = {"llama": 24}
 
 _BASE = dict(
@@ -110,7 +110,7 @@ CONFIGS = {
         forced_eos_token_id=None,
     ),
     "roberta": lambda: tf.RobertaConfig(**_BASE, is_decoder=True),
-    "gemma3_composite": lambda: tf.Gemma3Config(  # its masks are made by the config of its text part
+    "gemma3_composite": lambda: tf.Gemma3Config(  # the config of its text part makes its masks
         text_config=CONFIGS["gemma3"](),
         vision_config=dict(
             **dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
@@ -121,8 +121,8 @@ CONFIGS = {
 }
 ADMITTED = ("llama", "qwen2_windowed", "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
 CHUNKED = ("llama4",)  # served by the torch backend only
-OWN_METHODS = ("gptj", "gpt_neo", "openai_gpt")  # they attend in a method of their own, not through AttentionInterface
-REPEATED = ("diffllama", "hrm_text")  # their attention modules are called several times a forward
+OWN_METHODS = ("gptj", "gpt_neo", "openai_gpt")  # they attend in their own method, not through AttentionInterface
+REPEATED = ("diffllama", "hrm_text")  # their attention modules are called several times per forward
 COUNTED = ("bart", "roberta")  # their positions are counted, or numbered in two ways
 REFUSED = ("rwkv",)
 
@@ -135,12 +135,12 @@ def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def model_of(name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
-    """`tiny_model` on the device of the tests."""
+    """Return `tiny_model` on the tests' device."""
     return tiny_model(name, seed, dtype).to(DEVICE)
 
 
 def random_weights(model: tf.PreTrainedModel, seed: int = 0) -> tf.PreTrainedModel:
-    """`model` in eval mode with random matrices, scaled up from HF's tiny init."""
+    """Return `model` in eval mode with random matrices, scaled up from HF's tiny init."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() >= 2:

@@ -25,7 +25,7 @@ AUX = (0, 1, 3)
 
 
 def tiny_target() -> LlamaForCausalLM:
-    """A random Llama of 5 layers, hidden size 64, grouped heads; logits sharp enough to have clear argmaxes."""
+    """A random Llama of 5 layers, hidden size 64, grouped heads; its logits have clear argmaxes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -40,12 +40,12 @@ def tiny_target() -> LlamaForCausalLM:
         eos_token_id=EOS,
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    model.lm_head.weight.mul_(6.0)  # a random model is undecided; a draft of it could be right by chance only
+    model.lm_head.weight.mul_(6.0)  # else its argmaxes are near-ties, and a draft could be right only by chance
     return model
 
 
 def tiny_head(model: LlamaForCausalLM, draft_vocab_size: int = 64, seed: int = 1) -> Eagle3Head:
-    """A fresh head for `model` whose hot vocabulary leaves gaps."""
+    """A fresh head for `model` with gaps in its hot vocabulary."""
     hot = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size]
     return new_eagle3(model, eagle3_config(model, draft_vocab_size, AUX), hot.sort().values, seed)
 
@@ -63,7 +63,7 @@ def tiny_student(model: LlamaForCausalLM, corpus: Corpus, seed: int = 1) -> Llam
 
 
 def save_target(model: LlamaForCausalLM, folder: Path) -> None:
-    """Model and a tokenizer of one word an id, "w0" to "w95", with a chat template."""
+    """Save the model and a tokenizer of one word per id, "w0" to "w95", with a chat template."""
     model.save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
     words.pre_tokenizer = WhitespaceSplit()
@@ -73,14 +73,14 @@ def save_target(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def target_with_words(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The tiny target and its tokenizer, as they are loaded from the files in `folder`, which it writes."""
+    """Write the tiny target and its tokenizer to `folder`; return them as loaded from there."""
     save_target(tiny_target(), folder)
     return load_pretrained(folder)
 
 
 @torch.no_grad()
 def tiny_corpus(model: LlamaForCausalLM, num_sequences: int, seed: int = 0) -> Corpus:
-    """Random prompts of 8-12 tokens with greedy answers of 12-20 tokens."""
+    """Return random prompts of 8-12 tokens with greedy answers of 12-20 tokens."""
     rng = random.Random(seed)
     given = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(8, 12))] for _ in range(num_sequences)]
     said: list[list[int]] = [[] for _ in given]

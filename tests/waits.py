@@ -1,4 +1,4 @@
-"""Calls during which the host must not wait for the device."""
+"""Calls in which the host must not wait for the device."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 def forbid_waits(owner: Any, name: str) -> None:
-    """Have the method `name` of `owner` raise where the host would wait for the GPU."""
+    """Make the method `name` of `owner` raise where the host would wait for the GPU."""
     live = getattr(owner, name)
 
     def guarded(*args: Any) -> Any:
