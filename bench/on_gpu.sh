@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests check
 # models loaded policy contexts kernels; with SmolLM2: clients, with PROMPTS=FILE,FILE too: text speed; on two GPUs:
-# ranks. Each takes up to ten minutes on an H200; logs and results are in OUT, the end of every log is printed, and what fails
+# ranks. Each takes up to ten minutes on an H200; logs and results are in OUT, the end of every log is printed, and a failure
 # does not stop the rest.
 set -u
 export PYTHONPATH="${PYTHONPATH:-}:." PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1

@@ -121,7 +121,7 @@ def test_the_dispatcher_may_leave_defaults_out():
 def test_every_tile_equals_the_twin(monkeypatch):
     """With few rows, which every tile takes; in use the number of experts decides."""
     monkeypatch.setattr(kernels, "SCANNED", 0)
-    sizes = [(2, 227 << 10), (2, 99 << 10), (4, 99 << 10)]  # of elements, and of shared memory
+    sizes = [(2, 227 << 10), (2, 99 << 10), (4, 99 << 10)]  # element size, shared memory
     tiles = {kernels.tiling(average * 8, 8, 70, *size) for average in (1, 50) for size in sizes}
     x, *given = case((21, 2, 150, 70), torch.float16, False, False, num_experts=2)
     for tile in tiles:

@@ -141,7 +141,7 @@ def test_detach_gives_the_memory_back():
         assert torch.cuda.memory_allocated() > before
         engine.detach()
         del engine
-        torch._C._cuda_clearCublasWorkspaces()  # of the 1-token prefills that ran eagerly
+        torch._C._cuda_clearCublasWorkspaces()  # workspaces of 1-token prefills that ran eagerly
         torch.cuda.empty_cache()
         assert torch.cuda.memory_allocated() <= before + (8 << 20)
 

@@ -20,7 +20,7 @@ WAYS = {
     "triton": {"algo": "lookup", "num_steps": 2, "backend": "triton"},
     "compiled": {"algo": "lookup", "num_steps": 3, **GRAPHS, "compile": True, "compiler": "eager"},
 }
-EVERY_WAY = ("qwen2_5_vl", "qwen3_vl", "gemma3")  # several positions a token; deepstack; limits
+EVERY_WAY = ("qwen2_5_vl", "qwen3_vl", "gemma3")  # several positions per token; deepstack; limits
 CASES = [("gemma3", "triton"), *((kind, "chunks") for kind in FAMILIES)]
 CASES += [(kind, way) for kind in EVERY_WAY for way in WAYS if way not in ("chunks", "triton")]
 ON = {"max_batch": 4, "max_seq_len": 200}

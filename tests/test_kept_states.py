@@ -75,7 +75,7 @@ def test_samples_of_one_prompt_are_prefilled_once_and_changed_weights_are_notice
 
 
 def test_a_long_text_takes_the_place_of_a_copy_of_its_beginning(monkeypatch):
-    """No state was kept within the first text, so the second has K/V of its own; only its end is kept, too."""
+    """No state was kept within the first text, so the second has its own K/V; again only its end is kept."""
     monkeypatch.setattr("specdec.core.engine.scheduler.GROWTH", STEP)
     model = recurrent_model("lfm2").to(DEVICE)
     engine = engine_of(model, None, cuda_graph=False, max_batch=1)

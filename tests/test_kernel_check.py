@@ -201,7 +201,7 @@ def test_trees_name_their_ancestors(num_words):
 
 @pytest.fixture
 def subjects(monkeypatch, small):
-    """Record what attach checks; bits are compared in test_bits.py, which takes a minute in the interpreter."""
+    """Record what attach checks, without bits, which take a minute in the interpreter: see test_bits.py."""
     monkeypatch.setattr("specdec.reach.assembly.assemble.check_bits", lambda core: "equal")
     seen, problems = [], Check.problems
     monkeypatch.setattr(Check, "problems", lambda check: seen.append(check.subject) or problems(check))

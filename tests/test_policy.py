@@ -10,7 +10,7 @@ from specdec.core.engine.policy import STAY, CostTable, Policy
 SHAPES = (Shape(0, 1, 1), Shape(3, 1, 4), Shape(5, 4, 24))
 # ms of a round (plain, chain, tree) by batch: an 8B model on a GPU; a small one on a CPU (100: its batch of 4)
 COSTS = {1: (4.2, 4.95, 6.0), 8: (4.4, 5.6, 9.0), 32: (5.3, 7.3, 30.0), 100: (60.0, 110.0, 260.0)}
-CATCH_UP = 0.15  # of a plain round
+CATCH_UP = 0.15  # as a share of a plain round
 
 
 def table(costs=COSTS, long=1.3):

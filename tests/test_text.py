@@ -157,7 +157,7 @@ def test_text_is_decoded_once_unless_it_is_looked_at_on_the_way():
     assert tokenizer.num_ids == [60] and out.texts == [TOKENIZER.decode(out.tokens[0])]
     tokenizer.num_ids.clear()
     assert "".join(engine.stream(prompt, max_new_tokens=60, ignore_eos=True)) == out.texts[0]
-    assert len(tokenizer.num_ids) <= 66 and max(tokenizer.num_ids) <= 26  # once a step, a window at a time
+    assert len(tokenizer.num_ids) <= 66 and max(tokenizer.num_ids) <= 26  # once per step, one window at a time
     engine.detach()
 
 
