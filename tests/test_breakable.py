@@ -236,7 +236,7 @@ def test_the_recorded_kind_is_for_machines_without_cuda():
 
 
 class Block(torch.nn.Module):
-    """Three products of one input, one of them with a partner of its own, and a residual."""
+    """Two products of one input, a third one after the op to cut at, and a residual."""
 
     def __init__(self, bias):
         super().__init__()

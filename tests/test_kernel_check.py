@@ -114,7 +114,7 @@ def test_real_sizes_have_room(dtype):
 
 
 def nudged(op):
-    """`op` with one element off by as much as all are on average, and NaN for none."""
+    """Return `op` with one element off by the root mean square of all."""
 
     def wrong(*args):
         out = op(*args)
