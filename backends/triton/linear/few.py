@@ -2,7 +2,7 @@
 
 A thread loads the weights that it multiplies straight into registers, and likewise the features of rows: without shared
 memory, and without waiting for other warps. It loads the next step of blocks before it multiplies the current one, and
-features as early as weights: loads return in order, so features that are needed sooner wait for weights.
+features as early as weights, since the compiled code waits for the loads of both at once.
 
 Bits depend on which 16 features one tensor-core step adds, not on their order in it, so each thread can have four
 neighbouring features. Products of more rows have the same bits: wgmma adds the same 16 features at a time.
@@ -41,16 +41,14 @@ def step_of(splits: int, is_gated: bool) -> int:
 
 @triton.jit
 def _columns(eighth):
-    """Return weights [2 * SPLITS * 8 * 4, 4], by half of the columns, split, column and thread, as [SPLITS, COLUMNS,
-    16]."""
+    """Return weights [2 * SPLITS * 8 * 4, 4] (half of the columns, split, column, thread) as [SPLITS, 16, 16]."""
     SPLITS: tl.constexpr = eighth.shape[0] // 64
     return eighth.reshape([2, SPLITS, 8, 4, 2, 2]).permute(1, 0, 2, 4, 3, 5).reshape([SPLITS, 16, 16])
 
 
 @triton.jit
 def _features(eighth, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return features [BLOCK_M / 8 * SPLITS * 8 * 4, 4], by eight rows, split, row and thread, as [SPLITS, 16,
-    BLOCK_M]."""
+    """Return features [BLOCK_M / 8 * SPLITS * 8 * 4, 4] (eight rows, split, row, thread) as [SPLITS, 16, BLOCK_M]."""
     return eighth.reshape([BLOCK_M // 8, SPLITS, 8, 4, 2, 2]).permute(1, 4, 3, 5, 0, 2).reshape([SPLITS, 16, BLOCK_M])
 
 

@@ -1,6 +1,6 @@
 """Gated products of few rows and weights in FP8 by blocks, on Hopper. A program has 128 columns, and may quantise them.
 
-Sums are those of `parts`, in one loop over all quarters of K, so that blocks of the next quarter are prefetched while
+Sums are those of `parts`, in one loop over all splits of K, so that blocks of the next split are prefetched while
 one ends. Weights are the first operand: wgmma needs at least 64 rows there, and x has fewer.
 
 Twins: `specdec.backends.linear.fp8`.
@@ -70,14 +70,14 @@ def _gated_kernel(
 ):
     """Compute 128 columns of out [num_rows, N], of DTYPE, or FP8 if QUANTISES. N and stride in units of 16.
 
-    IS_UNEVEN: quarters of K are not whole steps of BLOCKS blocks, or the last ones are shorter.
+    IS_UNEVEN: splits of K are not whole steps of BLOCKS blocks, or the last ones are shorter.
     """
     N, stride, number = N * 16, stride * 16, tl.program_id(0)
     n, m = number * 128 + tl.arange(0, 128), tl.arange(0, BLOCK_M)
     rows, row_scales, of_columns = x + m.to(tl.int64) * stride, scales_of_rows + m * num_blocks, number * num_blocks
     columns = n.to(tl.int64) * num_blocks * 128
-    quarter = tl.cdiv(num_blocks, 4)
-    steps = tl.cdiv(quarter, BLOCKS)
+    split = tl.cdiv(num_blocks, 4)
+    steps = tl.cdiv(split, BLOCKS)
     has_n, has_m = n < N, m < num_rows
     sums = tl.zeros([128, BLOCK_M], tl.float32)
     up_sums, total, up = sums, sums, sums
@@ -86,9 +86,9 @@ def _gated_kernel(
         for i in tl.static_range(BLOCKS):
             block, inside_n, inside_m = step * BLOCKS + i, has_n, has_m
             if IS_UNEVEN:
-                of_quarter = step % steps * BLOCKS + i
-                block = step // steps * quarter + of_quarter
-                inside = (of_quarter < quarter) & (block < num_blocks)
+                of_split = step % steps * BLOCKS + i
+                block = step // steps * split + of_split
+                inside = (of_split < split) & (block < num_blocks)
                 inside_n, inside_m = has_n & inside, has_m & inside
             features = (rows + block * 128)[:, None] + tl.arange(0, 128)[None, :]
             features = tl.load(features, mask=inside_m[:, None], other=0.0)

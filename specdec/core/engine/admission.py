@@ -64,14 +64,8 @@ def make_requests(
     eos = frozenset() if FLAG.check("ignore_eos", ignore_eos) else merged.eos_ids
     if "eos_token_id" not in merged.given:  # a config's default, such as GPT-2's 50256, may lie past the vocabulary
         eos = frozenset(token for token in eos if token < core.target.spec.vocab_size)
-    ids = () if stop_token_ids is None else [stop_token_ids] if is_whole(stop_token_ids) else stop_token_ids
     strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
-    ids = TOKEN_IDS.check("stop_token_ids", ids)
-    stop_ids = tuple(sorted({*eos, *ids, *special}))
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}; pass fewer stop_token_ids")
-    check_ids(core, "stop_token_ids: stop ids hold", ids)
-    check_ids(core, "stop ids hold", stop_ids)
+    stop_ids = _stop_ids(core, stop_token_ids, {*eos, *special})
     laws = _laws(sampling, merged, batch)
     if core.config.synthetic_acceptance is not None:  # it draws random numbers even for greedy requests
         laws = [law if law.seed is not None else law.with_seed(i) for i, law in enumerate(laws)]
@@ -98,6 +92,17 @@ def make_requests(
     for places, inputs in images:
         embed_prompts(core, [requests[place] for place in places], inputs)
     return requests
+
+
+def _stop_ids(core: Core, own: int | Sequence[int] | None, others: set[int]) -> tuple[int, ...]:
+    """Return the ids that end a request, sorted: its own stop_token_ids, and `others`."""
+    ids = TOKEN_IDS.check("stop_token_ids", () if own is None else [own] if is_whole(own) else own)
+    stop_ids = tuple(sorted({*ids, *others}))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}; pass fewer stop_token_ids")
+    check_ids(core, "stop_token_ids: stop ids hold", ids)
+    check_ids(core, "stop ids hold", others)
+    return stop_ids
 
 
 def compile_grammar(core: Core, grammar: Any) -> CompiledGrammar:

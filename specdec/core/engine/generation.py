@@ -156,7 +156,8 @@ class Settings:
         if idle:
             raise ValueError(
                 f"{idle[0]}={arguments[idle[0]]!r} does nothing with do_sample=False, which is the default: pass "
-                f"do_sample=True, or sampling=SamplingParams({idle[0]}={arguments[idle[0]]!r})"
+                f"do_sample=True, or sampling=SamplingParams({idle[0]}={arguments[idle[0]]!r}); on the command line, "
+                "--temperature 1"
             )
         return settings
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from specdec.api import Engine
-from specdec.core.engine.generation import NEUTRAL
 from specdec.core.outputs import RequestOutput
 from specdec.reach.targets.pretrained import read_processor
 from specdec.tools.commands.choices import GREEDY, WithDraft, engine_line
@@ -63,10 +62,6 @@ class Generate(WithDraft):
         if self.prompt == "-" and not prompt:
             raise ValueError("the prompt is '-', but stdin is empty: expected a prompt there")
         model, tokenizer = self.load()
-        idle = [name for name in ("top_k", "top_p", "min_p") if given.get(name, 0) not in NEUTRAL[name]]
-        if idle and self.temperature is None and not model.generation_config.do_sample:
-            flag = f"--{idle[0].replace('_', '-')} {given[idle[0]]}"
-            raise ValueError(f"{flag} does nothing in greedy decoding, the model's default: add --temperature 1")
         # not compiled: one text would not repay the compile time
         reader = read_processor(self.target, model) or tokenizer
         drafting = self.drafting(model)

@@ -9,7 +9,7 @@ from specdec.reach.grammars.vocabulary import byte_reader
 
 
 class Tokens:
-    """Spells tokens of a tokenizer, and remembers how."""
+    """Returns the text and bytes of tokens, and caches them."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
