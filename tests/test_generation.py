@@ -1,6 +1,7 @@
 """Every setting of `GenerationConfig` is honoured, harmless or refused by name: none is ignored."""
 
 import inspect
+import math
 import re
 from pathlib import Path
 
@@ -168,6 +169,14 @@ def test_sampling_is_as_in_transformers():
 def test_what_asks_for_nothing_is_accepted(engine, options):
     expected = engine.generate([[3, 4]], max_new_tokens=6).tokens
     assert engine.generate([[3, 4]], max_new_tokens=6, **options).tokens == expected
+
+
+def test_biases_of_both_names_add_up():
+    """A ban that the model ships holds beside a call's own biases."""
+    settings = settings_of({"sequence_bias": [[[3], -math.inf], [[4], 1.5]]}, logit_bias={3: 9, 4: 2, 5: 1})
+    assert settings.params(2).logit_bias == {3: -math.inf, 4: 3.5, 5: 1}
+    with pytest.raises(ValueError, match="logit_bias=7: expected a mapping"):
+        settings_of(sequence_bias={(3,): 1.0}, logit_bias=7).params(2)
 
 
 def test_lengths_are_as_in_transformers():

@@ -181,7 +181,8 @@ class Settings:
             chosen["min_new_tokens"] = max(_LENGTH.check("min_length", self.get("min_length")) - prompt_len, 0)
         bias = self.get("sequence_bias")
         if bias is not None:
-            chosen["logit_bias"] = {**_single_tokens(bias), **chosen.get("logit_bias", {})}
+            biases, own = _single_tokens(bias), RANGES["logit_bias"].check("logit_bias", chosen.get("logit_bias", {}))
+            chosen["logit_bias"] = {**biases, **{token: own[token] + biases.get(token, 0.0) for token in own}}
         return SamplingParams(**chosen) if chosen else GREEDY
 
     @property
