@@ -193,6 +193,7 @@ OPTIONS = [
     ({"stop": ["a", ""]}, "stop=['a', '']: stop strings must not be empty"),
     ({"stop": HALF}, f"stop={HALF!r}: surrogates not allowed"),
     ({"stop_strings": 5}, "stop=5: expected a string"),
+    ({"stop": ["a"], "stop_strings": "b"}, "stop=['a'] and stop_strings are both given; give one of the two"),
     ({"stop_token_ids": [2**70]}, "stop_token_ids=["),
     ({"stop_token_ids": [3.0]}, "stop_token_ids=[3.0] (item 0 is 3.0): expected a list of token ids"),
     ({"stop_token_ids": [True]}, "stop_token_ids=[True] (item 0 is True)"),

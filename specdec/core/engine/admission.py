@@ -64,6 +64,8 @@ def make_requests(
     eos = frozenset() if FLAG.check("ignore_eos", ignore_eos) else merged.eos_ids
     if "eos_token_id" not in merged.given:  # a config's default, such as GPT-2's 50256, may lie past the vocabulary
         eos = frozenset(token for token in eos if token < core.target.spec.vocab_size)
+    if stop is not None and "stop_strings" in merged.given and merged.get("stop_strings"):
+        raise ValueError(f"stop={shown(stop)} and stop_strings are both given; give one of the two")
     strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
     stop_ids = _stop_ids(core, stop_token_ids, {*eos, *special})
     laws = _laws(sampling, merged, batch)
