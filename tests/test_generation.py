@@ -16,6 +16,7 @@ from specdec import SamplingParams
 from specdec.core.engine import generation
 from specdec.core.engine.generation import HARMLESS, HONOURED, REFUSED, REFUSED_ARGUMENTS, REFUSED_SAMPLED, Settings
 from specdec.core.sampling_params import request_seed
+from tests.grammars import tiny_tokenizer
 from tests.tiny_models import tiny_model
 
 # A value of each refused setting that would change the text.
@@ -309,6 +310,17 @@ def test_a_stop_string_that_is_a_special_token_stops(model):
     assert out.tokens[0] == tokens[: tokens.index(98) + 1] and out.finish_reasons == ["stop_string"]
     with pytest.raises(ValueError, match=r"stop='<end>\\n' holds the special token '<end>'"):
         engine.generate(prompt, stop=["x", "<end>\n"], **options)
+    engine.detach()
+
+
+def test_texts_that_keep_special_tokens_end_before_those_that_stop_them(model):
+    engine = specdec.attach(model, tokenizer=tiny_tokenizer(), max_seq_len=64)
+    options = {"max_new_tokens": 12, "logit_bias": {1: 9.0}, "skip_special_tokens": False}
+    whole = engine.generate([[5, 9, 5]], **options)
+    assert whole.texts[0].startswith("<bos><bos>")
+    for stop in ("<bos>", "<bos><b"):
+        out = engine.generate([[5, 9, 5]], stop=stop, **options)
+        assert (out.texts, out.finish_reasons) == ([whole.texts[0].partition(stop)[0]], ["stop_string"])
     engine.detach()
 
 

@@ -25,6 +25,7 @@ from specdec.tools.commands.serve import serve as serve_command
 from specdec.tools.serve.intake import StreamPiece
 from specdec.tools.train.adapt import read_log
 from tests.adapters import save_lora
+from tests.grammars import tiny_tokenizer
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, target_with_words, tiny_head, tiny_target
@@ -229,6 +230,18 @@ def test_what_ends_a_text(words):
     assert out.choices[0].finish_reason == "stop" and out.usage.completion_tokens == 3
     banned = {str(token): -100 for token in whole.tokens}
     assert words.api.chat.completions.create(**ask, logit_bias=banned).choices[0].message.content != whole.text
+
+
+def test_answers_of_a_model_that_thinks_end_before_special_tokens_that_stop_them():
+    """Their special tokens are text until thoughts are split off."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{# </think> #}"
+    engine = specdec.attach(tiny_model("llama"), tokenizer=tokenizer, max_batch=4, max_seq_len=64)
+    ask = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 4, "logit_bias": {"1": 9}}
+    with engine, serving(engine, name="tiny") as served:
+        answers = [served.post({**ask, "stop": stop}).json()["choices"][0] for stop in (None, "<bos>")]
+    contents = [(answer["message"]["content"], answer["finish_reason"]) for answer in answers]
+    assert contents == [("<bos><bos><bos><bos>", "length"), ("", "stop")]
 
 
 def test_sampling_repeats_with_its_seed(words):

@@ -66,7 +66,8 @@ def make_requests(
         eos = frozenset(token for token in eos if token < core.target.spec.vocab_size)
     if stop is not None and "stop_strings" in merged.given and merged.get("stop_strings"):
         raise ValueError(f"stop={shown(stop)} and stop_strings are both given; give one of the two")
-    strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
+    skips = FLAG.check("skip_special_tokens", skip_special_tokens)
+    strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer, skips)
     stop_ids = _stop_ids(core, stop_token_ids, {*eos, *special})
     laws = _laws(sampling, merged, batch)
     if core.config.synthetic_acceptance is not None:  # it draws random numbers even for greedy requests
@@ -80,7 +81,6 @@ def make_requests(
                 f"min_new_tokens={law.min_new_tokens} of prompt {i} is more than max_new_tokens={limit}: lower it, or "
                 "raise max_new_tokens"
             )
-    skips = FLAG.check("skip_special_tokens", skip_special_tokens)
     before = batch if stop is None else [()] * len(batch)  # in which stop_strings may begin, and no `stop`
     texts = [Detokenizer(tokenizer, strings, prompt, skips) for prompt in before]
     constraints = _constraints(core, grammar, eos, laws)
@@ -179,8 +179,9 @@ def _limits(core: Core, settings: Settings, given: Any, batch: list[list[int]]) 
     ]
 
 
-def _stop_strings(stop: Any, tokenizer: Any) -> tuple[list[str], tuple[int, ...]]:
-    """Return the stop strings that text can contain, and the ids of those that are special tokens, never in text."""
+def _stop_strings(stop: Any, tokenizer: Any, skips_special: bool) -> tuple[list[str], tuple[int, ...]]:
+    """Return the stop strings that text can contain, and the ids of those that are special tokens, which are in text
+    only without `skips_special`."""
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
     strings = [*strings] if isinstance(strings, Iterable) else [strings]
     if not all(isinstance(s, str) for s in strings):
@@ -191,13 +192,14 @@ def _stop_strings(stop: Any, tokenizer: Any) -> tuple[list[str], tuple[int, ...]
     if not all(strings):
         raise ValueError(f"stop={stop!r}: stop strings must not be empty")
     special = _special_tokens(tokenizer) if strings else {}
-    mixed = [(s, t) for s in strings for t in special if t in s and t != s]
+    mixed = [(s, t) for s in strings for t in special if skips_special and t in s and t != s]
     if mixed:
         raise ValueError(
             f"stop={mixed[0][0]!r} holds the special token {mixed[0][1]!r}, which never becomes text: "
             "stop at the token alone, or leave it out of the string"
         )
-    return [s for s in strings if s not in special], tuple(special[s] for s in strings if s in special)
+    in_text = [s for s in strings if s not in special or not skips_special]
+    return in_text, tuple(special[s] for s in strings if s in special)
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
