@@ -21,22 +21,23 @@ from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import appended, eighths_of_words, loaded, scales_of
 
 COLUMNS = tl.constexpr(16)  # per program
-MOST_ROWS, MOST_GATED = 8, 16  # above, tiles whose warps share unpacked weights are faster; measured on an H200
+MOST_ROWS = 16  # above, tiles whose warps share unpacked weights are faster; measured on an H200
 
 
-def takes(num_rows: int, is_gated: bool) -> bool:
+def takes(num_rows: int) -> bool:
     """Return whether products of `num_rows` rows and packed weights use this kernel."""
-    return num_rows <= (MOST_GATED if is_gated else MOST_ROWS) and (INTERPRETED or capability() == 90)
+    return num_rows <= MOST_ROWS and (INTERPRETED or capability() == 90)
 
 
 def splits_of(num_blocks: int) -> int:
     """Return the splits of K of packed weights, in any product: eight of a long K, where this kernel needs warps."""
-    return 8 if num_blocks >= 64 and takes(1, False) else 4
+    return 8 if num_blocks >= 64 and takes(1) else 4
 
 
-def step_of(splits: int, is_gated: bool) -> int:
-    """Return how many blocks of each split are loaded at once: more where a multiprocessor has few warps."""
-    return 2 if splits == 4 and not is_gated else 1
+def step_of(splits: int, is_gated: bool, num_rows: int) -> int:
+    """Return how many blocks of each split are loaded at once: more where a multiprocessor has few warps, if registers
+    hold them."""
+    return 2 if splits == 4 and not is_gated and num_rows <= 8 else 1
 
 
 @triton.jit

@@ -173,10 +173,10 @@ def launch(
     if num_rows == 0:
         return out
     splits = few.splits_of(num_blocks) if group > 0 else 4
-    is_few = group > 0 and few.takes(num_rows, bool(activation))
+    is_few = group > 0 and few.takes(num_rows)
     if is_few:
         tile = Tile(8 if num_rows <= 8 else 16, few.COLUMNS.value, 1, splits, 1)
-        constants: dict[str, Any] = {"STEP": few.step_of(splits, bool(activation))}
+        constants: dict[str, Any] = {"STEP": few.step_of(splits, bool(activation), num_rows)}
     else:
         tile = tiles.choose(num_rows, N, bool(activation), shared_memory(x.device) - (8 << 10))
         constants = {"PACK": tile.pack, "BLOCK_N": tile.n, "NUM_STAGES": tile.num_stages}
