@@ -77,7 +77,9 @@ def timed(args: argparse.Namespace, form: str) -> Iterator[dict[str, Any]]:
     gc.collect()
     prompts = torch.randint(5, model.config.vocab_size - 5, (32, args.tokens)).tolist()
     own = "specdec.reach.targets.adapters.quantised.has_kernels"
-    ways = [("ours", draft) for draft in args.drafts.split(",")] + [("own", "plain")] * (form in ("channels", "int4"))
+    batches = [int(batch) for batch in args.batches.split(",")]
+    has_own = form in ("channels", "int4") and 1 in batches
+    ways = [("ours", draft) for draft in args.drafts.split(",")] + [("own", "plain")] * has_own
     for how, draft in ways:
         head = make_head(shape, model) if DRAFTS[draft] else None
         limits = {"max_batch": 32, "max_seq_len": args.tokens + args.new_tokens + 64, "graph_sampling": "greedy"}
@@ -86,7 +88,7 @@ def timed(args: argparse.Namespace, form: str) -> Iterator[dict[str, Any]]:
             engine = attach(model, head, **limits, **DRAFTS[draft])
         attach_s = time.perf_counter() - start
         with engine:
-            for batch in (1,) if how == "own" else (1, 8, 32):
+            for batch in (1,) if how == "own" else batches:
                 key = {"what": "quantised", "form": form, "how": how, "draft": draft, "batch": batch}
                 ms = launch_ms(engine, prompts[:batch], args.new_tokens)
                 eager = sum(path["eager"] for path in engine.report().paths.values())
@@ -200,6 +202,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
     parser.add_argument("--drafts", default=",".join(DRAFTS), help="some of these")
     parser.add_argument("--forms", default="bf16,fp8,channels,int4,nf4,mxfp4")
+    parser.add_argument("--batches", default="1,8,32", help="requests at once, up to 32")
     parser.add_argument("--tokens", type=int, default=128, help="of prompts")
     parser.add_argument("--new-tokens", type=int, default=129)
     parser.add_argument("--no-products", action="store_true", help="leave out what comes before engines")
