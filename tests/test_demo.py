@@ -114,6 +114,12 @@ def test_options_that_need_sampling_name_the_option_that_samples(folder, capsys,
     assert code == 2 and "top_k=5 does nothing" in errors and errors.endswith("on the command line, --temperature 1\n")
 
 
+@pytest.mark.parametrize("option", ["--temperature", "--max-new-tokens"])
+def test_a_chat_does_not_begin_with_options_that_every_line_would_refuse(option, capsys, monkeypatch):
+    code, _, errors = run(capsys, monkeypatch, "chat", "--target", "bundled", option, "-1")
+    assert code == 2 and f"Invalid value for '{option}'" in errors
+
+
 def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, capsys):
     model, tokenizer = load_pretrained(folder / "target")
     engine = attach(model, folder / "head", tokenizer=tokenizer, max_seq_len=64)

@@ -17,8 +17,8 @@ LAW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 class Chat(WithDraft):
     """Chat in the terminal. An empty line starts a new chat, Ctrl-C ends an answer, Ctrl-D the chat."""
 
-    max_new_tokens: int = option("Maximum number of new tokens.", 512)
-    temperature: float | None = option(GREEDY)
+    max_new_tokens: int = option("Maximum number of new tokens.", 512, min=1)
+    temperature: float | None = option(GREEDY, min=0)
     system: str | None = option("System message.")
 
     def run(self) -> None:
@@ -42,8 +42,8 @@ class Generate(WithDraft):
     """
 
     prompt: str = argument("The prompt; '-' reads it from stdin.")
-    max_new_tokens: int = option("Maximum number of new tokens.", 256)
-    temperature: float | None = option(GREEDY)
+    max_new_tokens: int = option("Maximum number of new tokens.", 256, min=1)
+    temperature: float | None = option(GREEDY, min=0)
     top_k: int | None = option("Sample from the k most likely tokens.")
     top_p: float | None = option("Sample from the most likely tokens whose probabilities sum to p.")
     min_p: float | None = option("Drop tokens below this share of the highest probability.")
