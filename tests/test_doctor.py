@@ -431,6 +431,11 @@ def test_mistakes_are_one_line(folders, capsys, monkeypatch, draft, more, messag
     assert code == 2 and len(errors.strip().splitlines()) == 1 and message in errors
 
 
+def test_lookup_has_no_checkpoint_to_inspect(capsys, monkeypatch):
+    code, _, errors = run(capsys, monkeypatch, "doctor", "bundled", "lookup")
+    assert code == 2 and "`specdec bench acceptance --draft lookup` measures it" in errors
+
+
 def test_a_verify_of_a_mixture_of_experts_is_counted():
     model = tiny_model("qwen3_moe")
     texts = [([5, 6, 7], [9, 8, 40, 41, 42]), ([3], [8, 9])]

@@ -69,6 +69,10 @@ class Doctor(OnTarget, Reported):
             raise ValueError(f"--bandwidth-gb-s {gb_s}: expected a positive number of GB/s")
         at_least("steps", self.steps)
         at_least("max-new-tokens", self.max_new_tokens, 4)
+        if self.draft == "lookup":
+            raise ValueError(
+                "DRAFT 'lookup' has no checkpoint to inspect: `specdec bench acceptance --draft lookup` measures it"
+            )
         questions = list(PROMPTS) if self.prompts is None else read_questions(self.prompts, self.limit)
         source = shipped.find(self.draft)
         checkpoint = None if source == BUNDLED else inspect(source)
