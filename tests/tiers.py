@@ -17,8 +17,8 @@ from zlib import crc32
 import pytest
 
 SECONDS = Path(__file__).with_name("seconds.json")
-TEST_S, ALL_S = 0.9, 2.0  # per function
-NAMED_S = 2.0  # `make test` runs one case that takes no longer, if FIRST names its function
+TEST_S, ALL_S = 0.8, 2.0  # per function
+NAMED_S = 1.9  # `make test` runs one case that takes no longer, if FIRST names its function
 LONG_S = 10.0  # `make test-all` runs one case that takes no longer, or whose function FIRST names
 # Cases share the slow part: `make test-all` runs all of them, `make test` none.
 RANKS = ("test_recurrent_ranks.py", "test_sharded.py", "test_tensor_parallel.py")
