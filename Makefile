@@ -34,7 +34,7 @@ test-exhaustive: $(TESTED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 
 # Tests of what depends on transformers, with the newest version that pyproject.toml allows.
-LATEST := 5.23.0
+LATEST := 5.24.0
 test-latest: $(TESTED)
 	@test -d $(VENV)/latest-$(LATEST) || $(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps \
 	    --target $(VENV)/latest-$(LATEST) transformers==$(LATEST)

@@ -5,6 +5,7 @@ FP8 modules call a kernel from the Hub; `without_the_hub` replaces it with its a
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
@@ -18,7 +19,7 @@ from transformers.integrations import mxfp4 as mxfp4_module
 from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FineGrainedFP8, FP8Experts, FP8Linear
 from transformers.integrations.moe import use_experts_implementation
-from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_packed_tensors, mlp_forward
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, convert_moe_packed_tensors
 
 from specdec.backends.experts.quantised import grouped_fp8
 from specdec.backends.gates import swigluoai
@@ -208,7 +209,8 @@ def mxfp4(model: Any) -> Any:
             with torch.device(mlp.router.weight.device):
                 experts = Mxfp4GptOssExperts(model.config)
                 for which in ("gate_up_proj", "down_proj"):
-                    E, N, groups, _ = getattr(experts, which).shape
+                    E, N, *rest = getattr(experts, which).shape
+                    groups = math.prod(rest) // 16
                     del experts._parameters[which]
                     blocks = torch.randint(0, 256, (E, groups * 16, N), dtype=torch.uint8, device=model.device)
                     scales = torch.randint(118, 122, (E, groups, N), dtype=torch.uint8, device=model.device)
@@ -216,7 +218,10 @@ def mxfp4(model: Any) -> Any:
                     setattr(experts, f"{which}_precision_config", SimpleNamespace(weight_scale=_wrapped(scales)))
                     getattr(experts, f"{which}_bias").normal_(0, 0.1)
             model.set_submodule(f"{name}.experts", experts)
-            mlp.forward = MethodType(mlp_forward, mlp)
+            if hasattr(mxfp4_module, "mlp_forward"):  # before transformers 5.24
+                mlp.forward = MethodType(mxfp4_module.mlp_forward, mlp)
+            else:
+                model.set_submodule(name, mxfp4_module.Mxfp4GptOssMLP(mlp.router, experts))
     return model.eval()
 
 

@@ -1,5 +1,7 @@
 """Assistants of Gemma 4: drafts equal those in transformers, on the K/V of the engine's target."""
 
+from inspect import signature
+
 import pytest
 import torch
 import transformers as tf
@@ -47,7 +49,8 @@ def generator_of(target, draft, ids, num_steps):
     draft.generation_config.num_assistant_tokens = num_steps
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.eos_token_id = None
-    return Generator(ids, draft, target.get_input_embeddings(), config, {})
+    first, last = ((ids,), ({},)) if "input_ids" in signature(Generator).parameters else ((), ())  # until 5.23
+    return Generator(*first, draft, target.get_input_embeddings(), config, *last)
 
 
 class FromScratch:

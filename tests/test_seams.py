@@ -113,8 +113,8 @@ def test_the_windows_and_scalings_of_own_methods_are_known():
 
 
 def test_own_methods_that_are_replaced_or_overridden_are_left_alone():
-    model = tiny_model("gptj")
-    replaced, overridden, *others = (block.attn for block in model.transformer.h)
+    model = tiny_model("gpt_neo")
+    replaced, overridden, *others = (block.attn.attention for block in model.transformer.h)
     replaced._attn = lambda *args: None
     cls = type(overridden)
 
@@ -130,8 +130,8 @@ def test_own_methods_that_are_replaced_or_overridden_are_left_alone():
 
 
 def test_answers_nest_and_are_taken_back():
-    model = tiny_model("gptj")
-    module, attention = model.transformer.h[0].attn, Attention(model)
+    model = tiny_model("gpt_neo")
+    module, attention = model.transformer.h[0].attn.attention, Attention(model)
     q = torch.zeros(1, 1, 2, 4)
 
     def adding(amount):

@@ -121,7 +121,8 @@ CONFIGS = {
 }
 ADMITTED = ("llama", "qwen2_windowed", "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
 CHUNKED = ("llama4",)  # served by the torch backend only
-OWN_METHODS = ("gptj", "gpt_neo", "openai_gpt")  # they attend in their own method, not through AttentionInterface
+# They attend in their own method, not through AttentionInterface; gptj before transformers 5.24.
+OWN_METHODS = ("gptj", "gpt_neo", "openai_gpt")
 REPEATED = ("diffllama", "hrm_text")  # their attention modules are called several times per forward
 COUNTED = ("bart", "roberta")  # their positions are counted, or numbered in two ways
 REFUSED = ("rwkv",)

@@ -155,8 +155,7 @@ def _tokens_kernel(
     tl.store(own + draft, _penalised(on_path, counted, times, repetition, frequency, presence), mask=is_path)
     tl.debug_barrier()  # a rule may name a token of the path
 
-    length = tl.load(num_context + request) + depth
-    num_emitted = length - tl.load(prompt_lens + row)
+    num_emitted = tl.load(num_context + request) + depth - tl.load(prompt_lens + row)
     count = tl.load(num_entries + row)
     for base in range(0, count, BLOCK_E):
         e = base + tl.arange(0, BLOCK_E)
@@ -176,13 +175,11 @@ def _tokens_kernel(
         q = base + tl.arange(0, BLOCK_Q)
         is_word = q < num_words
         word = bad_words + (row * most_words + q) * (M + 1)
-        num_tokens = tl.zeros([BLOCK_Q], tl.int64) + 1
         for k in range(0, M):
             wanted = tl.load(word + 1 + k, mask=q < num_words, other=-1)
             is_word = is_word & ((wanted < 0) | (wanted == tl.load(suffix + at * M + k)))
-            num_tokens += (wanted >= 0).to(tl.int64)
         last = tl.load(word, mask=is_word, other=0).to(tl.int64)
-        tl.store(own + last, float("-inf"), mask=is_word & (length >= num_tokens))
+        tl.store(own + last, float("-inf"), mask=is_word)
 
 
 @triton.jit(do_not_specialize=["vocab", "width"])

@@ -167,7 +167,7 @@ def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state
     is_early = is_entry.unsqueeze(1) & (num_emitted.unsqueeze(2) < state.untils[rows].unsqueeze(1))
     is_banned = _marked(wide_tokens, is_early, vocab_size)
     suffix = suffixes(tree, is_path, rows, num_context, state.history)
-    is_banned |= _bad_words(suffix, tree, rows, num_context, state, vocab_size)
+    is_banned |= _bad_words(suffix, rows, state, vocab_size)
     is_banned |= _repeated_ngrams(suffix, is_path, tree, rows, num_context, state, vocab_size)
     return scores.masked_fill(is_banned, -torch.inf)
 
@@ -195,20 +195,16 @@ def _marked(tokens: Tensor, is_marked: Tensor, vocab_size: int) -> Tensor:
     return marks.scatter_(2, torch.where(is_marked, tokens, vocab_size), True)[..., :vocab_size]
 
 
-def _bad_words(
-    suffix: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state: ProcessorState, vocab_size: int
-) -> Tensor:
+def _bad_words(suffix: Tensor, rows: Tensor, state: ProcessorState, vocab_size: int) -> Tensor:
     """Return a mask [bs, D, V] bool of the last tokens of bad words whose other tokens precede them at the node.
 
-    As in `transformers`, a word counts only where as many tokens as it has itself have come before.
+    As in `transformers` from 5.24 on; before, a word did not count where the text is one token shorter than it.
     """
     words = state.bad_words[rows].long()  # [bs, Q, M + 1]
     before, last = words[..., 1:].unsqueeze(1), words[..., 0].unsqueeze(1).expand(-1, suffix.shape[1], -1)
     is_match = ((before == suffix.unsqueeze(2)) | (before < 0)).all(3)
-    lengths = (words >= 0).sum(2).unsqueeze(1)
     is_word = torch.arange(MAX_BAD_WORDS, device=rows.device) < state.num_bad_words[rows, None]
-    is_long_enough = (num_context.unsqueeze(1) + tree.depths).unsqueeze(2) >= lengths
-    return _marked(last, is_match & is_word.unsqueeze(1) & is_long_enough, vocab_size)
+    return _marked(last, is_match & is_word.unsqueeze(1), vocab_size)
 
 
 def _repeated_ngrams(

@@ -32,7 +32,7 @@ from specdec.reach.targets.adapters.experts import check_fp8_experts
 from specdec.reach.targets.adapters.ropes import warn_of_low_precision
 from specdec.reach.targets.admission.equality import check_equality, scored
 from specdec.reach.targets.admission.probe import ModelSpec, probe
-from specdec.reach.targets.admission.recording import Positions
+from specdec.reach.targets.admission.recording import CACHE, Positions
 from specdec.reach.targets.compiling.echo import echoing
 from specdec.reach.targets.images import Images
 from specdec.reach.targets.lora import Lora
@@ -238,7 +238,7 @@ class HFTarget:
 
     def _placed(self, positions: torch.Tensor) -> dict[str, Any]:
         """Return the arguments that pass `positions` [T] to the live model."""
-        arguments: dict[str, Any] = {"past_key_values": Positions(positions)} if self.spec.counts_positions else {}
+        arguments: dict[str, Any] = {CACHE: Positions(positions)} if self.spec.counts_positions else {}
         if self.spec.takes_positions:
             return {"position_ids": positions.unsqueeze(0), **arguments}
         # Without a mask it would build one as long as the cache and the text.

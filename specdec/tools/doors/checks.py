@@ -10,7 +10,7 @@ from specdec.core.engine.generation import Settings
 from specdec.core.engine.request import Request
 
 # Arguments of a model's forward that transformers adds to every call, or that have no effect here.
-CACHES = ("past_key_values", "cache_params")  # names of caches; the second is that of models with recurrent layers only
+CACHES = ("cache", "past_key_values", "cache_params")  # names of caches: the last two before transformers 5.24
 FORWARD_ARGUMENTS = frozenset({"attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep"})
 COUNTS_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 

@@ -119,7 +119,8 @@ def _form(module: nn.Module) -> Form | None:
         return None
     for cls in type(module).__mro__:
         form = FORMS.get(f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}")
-        if form is not None and inspect.getattr_static(type(module), METHOD) is vars(cls)[METHOD]:
+        own = vars(cls).get(METHOD)  # None in versions that attend through AttentionInterface
+        if form is not None and own is not None and inspect.getattr_static(type(module), METHOD) is own:
             return form
     return None
 

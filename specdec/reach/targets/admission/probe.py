@@ -35,7 +35,7 @@ from specdec.reach.targets.admission.reasons import (
     unrouted_layers,
     with_reach,
 )
-from specdec.reach.targets.admission.recording import PassThroughCache, Recorder, Recording, probing
+from specdec.reach.targets.admission.recording import CACHE, PassThroughCache, Recorder, Recording, probing
 from specdec.reach.targets.exclusive import answering
 from specdec.reach.targets.shape import position_limit, vocab_size_of
 from specdec.reach.targets.taps import found_layers
@@ -191,7 +191,7 @@ def _first_forward(
 def _cache_arguments(model: PreTrainedModel, has_cache: bool) -> dict[str, Any]:
     if not has_cache:
         return {"use_cache": False}
-    return {"past_key_values": PassThroughCache(config=model.config.get_text_config()), "use_cache": True}
+    return {CACHE: PassThroughCache(config=model.config.get_text_config()), "use_cache": True}
 
 
 @contextmanager

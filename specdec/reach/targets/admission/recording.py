@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.torch_version import TorchVersion
+from transformers import AttentionInterface, AttentionMaskInterface, __version__
 from transformers.cache_utils import DynamicCache
 
 from specdec.backends import LayerSpec
@@ -22,6 +23,8 @@ from specdec.reach.targets.adapters.attention import Attention
 from specdec.reach.targets.adapters.latents import is_latent, latent_spec
 from specdec.reach.targets.admission.masks import Reach, classify_mask
 
+# Name of the cache among a forward's arguments.
+CACHE = "cache" if TorchVersion(__version__) >= "5.24" else "past_key_values"
 # Known tensor arguments of attention calls; any other TENSOR argument means unknown arithmetic.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
 
@@ -147,7 +150,7 @@ def record_attention(
 def _record_mask(mask_function: Callable[..., Any], device: Any = "cpu", **kw: Any) -> torch.Tensor:
     recording = _recording()
     recording.masks.append(classify_mask(mask_function, torch.device(device)))
-    return torch.tensor(len(recording.masks) - 1, device="cpu")
+    return torch.full((1, 1, 1, 1), len(recording.masks) - 1, device="cpu")  # of four dims: Gemma 4 slices it
 
 
 AttentionInterface.register("specdec_probe", record_attention)
