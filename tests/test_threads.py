@@ -242,7 +242,7 @@ def test_checkpointed_layers_are_run_again_in_turn():
     model.train()
     layer, seen = model.model.layers[1], []
     loss = model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]]), use_cache=False).loss
-    layer.register_forward_pre_hook(lambda *args: seen.append(engine._core.turns.is_mine))
+    layer.mlp.register_forward_pre_hook(lambda *args: seen.append(engine._core.turns.is_mine))
     loss.backward()
     assert seen == [True]
     engine.detach()

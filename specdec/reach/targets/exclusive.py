@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from specdec.reach.targets.overrides import replaced
 from specdec.reach.targets.shape import decoder_of
 
 ATTACHING = threading.RLock()  # held by `attach`, which sets and restores attributes of live models and shared objects
+_CHECKPOINT = "_gradient_checkpointing_func"  # of layers with gradient checkpointing
 _CALL = "_compiled_call_impl"  # called in place of a module's forward and hooks: `module.compile()` sets it
 
 
@@ -36,16 +38,39 @@ def _exclusive(module: nn.Module, turns: AbstractContextManager[Any]) -> Callabl
     this, before = weakref.ref(module), vars(module).get(_CALL)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        run = before or this()._call_impl  # type: ignore[union-attr]
+        layer: Any = this()
+        run = before or layer._call_impl
         if torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        turns.__enter__()
-        try:
+        checkpoint = vars(layer).get(_CHECKPOINT) if layer.training else None
+        places = [(vars(layer), _CHECKPOINT, partial(_checkpointed, checkpoint, turns))] if checkpoint else []
+        with _entered(turns), replaced(places):
             return run(*args, **kwargs)
-        finally:  # without the error: the engine's own state is whole
-            turns.__exit__(None, None, None)
 
     return call
+
+
+def _checkpointed(
+    checkpoint: Callable[..., Any], turns: AbstractContextManager[Any], forward: Callable[..., Any], *args: Any
+) -> Any:
+    """Checkpoint a layer's `forward` that enters `turns` when it is recomputed: transformers 5.24 recomputes it without
+    calling the layer."""
+
+    def entering(*args: Any) -> Any:
+        with _entered(turns):
+            return forward(*args)
+
+    return checkpoint(entering, *args)
+
+
+@contextmanager
+def _entered(turns: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter `turns`, and leave it without an error: the engine's own state is whole."""
+    turns.__enter__()
+    try:
+        yield
+    finally:
+        turns.__exit__(None, None, None)
 
 
 @contextmanager

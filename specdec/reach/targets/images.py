@@ -26,7 +26,7 @@ from specdec.reach.targets.overrides import ConfigViews, evaluating
 # Arguments of a stack without effect here: it runs without a cache, and its outputs are chosen by us.
 IGNORED = frozenset(
     {"cache", "past_key_values", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
-    | {"return_dict", "logits_to_keep"}
+    | {"output_router_logits", "return_dict", "logits_to_keep"}
 )
 # Arguments of a model's forward that are not inputs of a prompt.
 TEXT = IGNORED | {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "kwargs"}

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from torch.torch_version import TorchVersion
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -77,9 +79,10 @@ _MAMBA |= dict(head_dim=64, expand=2, n_groups=1, initializer_range=0.02, tie_wo
 _TINY = dict(num_hidden_layers=8, hidden_size=32, vocab_size=96, num_attention_heads=2, num_key_value_heads=2)
 _TINY |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, linear_num_key_heads=2)
 _TINY |= dict(shared_expert_intermediate_size=24, linear_num_value_heads=4, linear_key_head_dim=8)
-_DELTA = (ConvSpec(8192, 4), ScanSpec(32, 32, 128, 128, "head", is_corrected=True))  # as in Qwen3-Next
+_REPEATED = 2 if TorchVersion(transformers.__version__) < "5.23" else 1  # Qwen's mixers repeated shared keys
+_DELTA = (ConvSpec(8192, 4), ScanSpec(32, 16 * _REPEATED, 128, 128, "head", is_corrected=True))  # as in Qwen3-Next
 _SSD = (ConvSpec(5376, 4), ScanSpec(80, 1, 128, 64, "head", is_corrected=False))
-_TINY_DELTA = (ConvSpec(80, 4), ScanSpec(4, 4, 8, 12, "head", is_corrected=True))
+_TINY_DELTA = (ConvSpec(80, 4), ScanSpec(4, 2 * _REPEATED, 8, 12, "head", is_corrected=True))
 _DELTA_HEAD = LayerConfig(2048, 6144, 16, 2, 256, rms_norm_eps=1e-6)
 
 SHAPES: dict[str, Shape] = {
