@@ -197,11 +197,14 @@ def test_an_order_of_gate_and_up_that_is_not_ours_stays():
     assert _compare(lambda x: (up(x) * F.silu(gate(x)),), torch.randn(5, 64)) == (1, 0, 0, 0, 0)
 
 
-def tables(x, kind=torch.float32):
-    """Return the angles of a rope [1, T, 16], with positions rounded to `kind`."""
-    positions = x[:, :1].ne(9).cumsum(0).mul(100).add(1).transpose(0, 1)
-    frequencies = x.new_full((8,), 0.25)[None, :, None].float().expand(1, -1, 1)
-    half = (frequencies @ positions[:, None, :].to(kind).float()).transpose(1, 2)
+def tables(x, kind=torch.float32, is_column=False):
+    """Return the angles of a rope [1, T, 16], with positions rounded to `kind`. is_column: as in transformers 5.24."""
+    positions, frequencies = x[:, :1].ne(9).cumsum(0).mul(100).add(1).transpose(0, 1), x.new_full((8,), 0.25)
+    if is_column:
+        half = positions[..., None].to(kind).float() * frequencies.to(device=x.device, dtype=torch.float)
+    else:
+        row = positions[:, None, :].to(kind).float()
+        half = (frequencies[None, :, None].float().expand(1, -1, 1) @ row).transpose(1, 2)
     return torch.cat((half, half), -1)
 
 
@@ -212,17 +215,26 @@ def sines_first(x):
     return torch.cat([turned, angles.cos()[0]], -1)
 
 
-def rounded_positions(x):
-    angles = tables(x, torch.bfloat16)
+def columns(x):
+    angles = tables(x, is_column=True)
     return torch.cat([angles.cos()[0], angles.sin()[0]], -1)
 
 
-def three_positions(x, are_equal):
-    """Return a rope with three positions per token, used in turn."""
+def rounded_positions(x, is_column=False):
+    angles = tables(x, torch.bfloat16, is_column)
+    return torch.cat([angles.cos()[0], angles.sin()[0]], -1)
+
+
+def three_positions(x, are_equal, is_column):
+    """Return a rope with three positions per token, used in turn; is_column: as in transformers 5.24."""
     positions = x[:, :1].ne(9).cumsum(0).transpose(0, 1)
     positions = positions[None].expand(3, 1, -1) if are_equal else torch.stack([positions + i for i in range(3)])
-    frequencies = x.new_full((8,), 0.25)[None, None, :, None].float().expand(3, 1, -1, 1)
-    angles = (frequencies @ positions[:, :, None, :].float()).transpose(2, 3)
+    frequencies = x.new_full((8,), 0.25)
+    if is_column:
+        angles = positions[..., None].float() * frequencies.to(device=x.device, dtype=torch.float)
+    else:
+        frequencies = frequencies[None, None, :, None].float().expand(3, 1, -1, 1)
+        angles = (frequencies @ positions[:, :, None, :].float()).transpose(2, 3)
     results = []
     for table in (angles.cos() * 0.5, angles.sin() * 0.5):
         first = table[0]
@@ -232,16 +244,20 @@ def three_positions(x, are_equal):
     return torch.cat(results, -1)
 
 
-@pytest.mark.parametrize(("run", "expected"), [(sines_first, 1), (rounded_positions, 0)])
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [(sines_first, 1), (columns, 1), (rounded_positions, 0), (partial(rounded_positions, is_column=True), 0)],
+)
 def test_which_tables_are_recognised(run, expected):
     assert _compare(lambda x: (run(x),), torch.randn(5, 64))[4] == expected
 
 
+@pytest.mark.parametrize("is_column", [True, False])
 @pytest.mark.parametrize("are_equal", [True, False])
-def test_tables_of_three_positions_are_those_of_one_where_these_are_equal(are_equal):
+def test_tables_of_three_positions_are_those_of_one_where_these_are_equal(are_equal, is_column):
     graphs, x = [], torch.randn(5, 64)
     capture = partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
-    expected = capture(three_positions)(x, are_equal)
+    expected = capture(three_positions)(x, are_equal, is_column)
     take_over_tables(graphs[0])
     graphs[0].recompile()
     assert ops_of(graphs[0])["rope_tables"] == are_equal

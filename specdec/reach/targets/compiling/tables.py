@@ -81,7 +81,7 @@ def _is_repeated(node: Any) -> bool:
         return is_new or _is_repeated(source)
     if is_function(node, operator.getitem):
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return isinstance(index[0], slice) and _is_repeated(node.args[0])
+        return (isinstance(index[0], slice) or index[0] is Ellipsis) and _is_repeated(node.args[0])
     if is_function(node, torch.matmul, operator.matmul):
         return (
             value(node).dim() > 2
@@ -90,8 +90,10 @@ def _is_repeated(node: Any) -> bool:
         )
     if is_method(node, "transpose"):
         return all(dim > 0 for dim in node.args[1:]) and not node.kwargs and _is_repeated(node.args[0])
-    is_unary = is_method(node, "cos", "sin", "float", "to") or (is_product(node) and not is_tensor(node.args[1]))
-    return is_unary and _is_repeated(node.args[0])
+    if is_product(node):  # with a number, or with a tensor of fewer dimensions
+        factor = node.args[1]
+        return (not is_tensor(factor) or value(factor).dim() < value(node).dim()) and _is_repeated(node.args[0])
+    return is_method(node, "cos", "sin", "float", "to") and _is_repeated(node.args[0])
 
 
 def _origin(angles: Any) -> tuple[fx.Node, fx.Node, bool] | None:
@@ -103,6 +105,24 @@ def _origin(angles: Any) -> tuple[fx.Node, fx.Node, bool] | None:
         if rest != [first]:
             return None
         angles = first
+    found = _column_times_row(angles) if is_product(angles) else _outer_product(angles)
+    if found is None or value(found[1]).dim() != 1:
+        return None
+    positions, frequencies = found
+    is_one = value(positions).dim() == 2 or _is_repeated(positions)
+    return (positions, frequencies, is_doubled) if is_one else None
+
+
+def _column_times_row(angles: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return positions and frequencies of `angles`, positions[..., None] * frequencies; from transformers 5.24 on."""
+    column, frequencies = (uncast(side) for side in angles.args)
+    is_column = is_function(column, operator.getitem) and column.args[1] == (Ellipsis, None)
+    is_known = is_column and is_tensor(frequencies) and value(angles).dtype == torch.float32
+    return (column.args[0], frequencies) if is_known else None
+
+
+def _outer_product(angles: Any) -> tuple[fx.Node, fx.Node] | None:
+    """Return positions and frequencies of `angles`, a transposed matrix product of them; before transformers 5.24."""
     if not is_method(angles, "transpose") or angles.args[1:] not in ((1, 2), (2, 3)):
         return None
     product = angles.args[0]
@@ -111,10 +131,8 @@ def _origin(angles: Any) -> tuple[fx.Node, fx.Node, bool] | None:
     frequencies, positions = (_spread(side) for side in product.args)
     if frequencies is None or positions is None or frequencies.args[1] != ((None,) * angles.args[1] + (_ALL, None)):
         return None
-    if positions.args[1] != ((_ALL,) * angles.args[1] + (None, _ALL)) or value(frequencies.args[0]).dim() != 1:
-        return None
-    is_one = angles.args[1] == 1 or _is_repeated(positions.args[0])
-    return (positions.args[0], frequencies.args[0], is_doubled) if is_one else None
+    is_known = positions.args[1] == ((_ALL,) * angles.args[1] + (None, _ALL))
+    return (positions.args[0], frequencies.args[0]) if is_known else None
 
 
 def _spread(node: Any) -> Any:
