@@ -135,7 +135,9 @@ def test_answers_nest_and_are_taken_back():
     q = torch.zeros(1, 1, 2, 4)
 
     def adding(amount):
-        return attention.answered(f"test_{amount}", lambda module, q, k, v, mask: (q.transpose(1, 2) + amount, None))
+        return attention.answered(
+            f"test_{amount}", lambda module, q, k, v, mask, **_: (q.transpose(1, 2) + amount, None)
+        )
 
     with adding(1):
         with adding(2):
