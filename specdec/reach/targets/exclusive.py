@@ -42,35 +42,32 @@ def _exclusive(module: nn.Module, turns: AbstractContextManager[Any]) -> Callabl
         run = before or layer._call_impl
         if torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        checkpoint = vars(layer).get(_CHECKPOINT) if layer.training else None
-        places = [(vars(layer), _CHECKPOINT, partial(_checkpointed, checkpoint, turns))] if checkpoint else []
-        with _entered(turns), replaced(places):
-            return run(*args, **kwargs)
+        if layer.training and _CHECKPOINT in vars(layer):
+            run = partial(_checkpointing, layer, turns, run)
+        return _in_turn(turns, run, *args, **kwargs)
 
     return call
 
 
-def _checkpointed(
-    checkpoint: Callable[..., Any], turns: AbstractContextManager[Any], forward: Callable[..., Any], *args: Any
-) -> Any:
-    """Checkpoint a layer's `forward` that enters `turns` when it is recomputed: transformers 5.24 recomputes it without
-    calling the layer."""
-
-    def entering(*args: Any) -> Any:
-        with _entered(turns):
-            return forward(*args)
-
-    return checkpoint(entering, *args)
-
-
-@contextmanager
-def _entered(turns: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter `turns`, and leave it without an error: the engine's own state is whole."""
+def _in_turn(turns: AbstractContextManager[Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     turns.__enter__()
     try:
-        yield
-    finally:
+        return run(*args, **kwargs)
+    finally:  # without the error: the engine's own state is whole
         turns.__exit__(None, None, None)
+
+
+def _checkpointing(
+    layer: nn.Module, turns: AbstractContextManager[Any], run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run `layer`, whose checkpoint enters `turns` to recompute it: transformers 5.24 does so without calling it."""
+    own = vars(layer)[_CHECKPOINT]
+
+    def checkpoint(forward: Callable[..., Any], *args: Any) -> Any:
+        return own(partial(_in_turn, turns, forward), *args)
+
+    with replaced([(vars(layer), _CHECKPOINT, checkpoint)]):
+        return run(*args, **kwargs)
 
 
 @contextmanager
